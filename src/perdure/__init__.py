@@ -1,0 +1,1 @@
+"""Perdure: a self-hosted server for durable agent sessions."""
