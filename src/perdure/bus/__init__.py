@@ -1,1 +1,1 @@
-
+"""The live plane: hints and previews, never truth. Adapters of the bus port live here."""

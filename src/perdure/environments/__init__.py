@@ -1,1 +1,1 @@
-
+"""Where tools act: adapters of the environment port."""

@@ -1,1 +1,1 @@
-
+"""Model providers: adapters of the model port."""

@@ -12,7 +12,14 @@ import msgspec
 StopReason: TypeAlias = Literal["end_turn", "tool_use", "max_tokens", "pause_turn", "refusal", "context_exceeded"]
 
 FailureCode: TypeAlias = Literal[
-    "overloaded", "rate_limited", "request_failed", "request_too_large", "billing", "authentication", "stalled", "refused"
+    "overloaded",
+    "rate_limited",
+    "request_failed",
+    "request_too_large",
+    "billing",
+    "authentication",
+    "stalled",
+    "refused",
 ]
 
 
@@ -119,7 +126,13 @@ class ModelFailed(Exception):
     """The provider refused, failed or vanished. `retryable` says whether the same request may succeed later."""
 
     def __init__(
-        self, code: FailureCode, message: str, *, retryable: bool, retry_after_ms: int | None = None, usage: Usage | None = None
+        self,
+        code: FailureCode,
+        message: str,
+        *,
+        retryable: bool,
+        retry_after_ms: int | None = None,
+        usage: Usage | None = None,
     ) -> None:
         super().__init__(message)
         self.code: FailureCode = code

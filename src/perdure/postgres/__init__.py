@@ -1,1 +1,1 @@
-
+"""The ledger in PostgreSQL: guards in SQL, rules nowhere."""

@@ -1,1 +1,1 @@
-
+"""The Claude Managed Agents face: schemas, codec and routes. Translates; decides nothing."""

@@ -1,0 +1,72 @@
+"""One command on one draft: the single door through which every implementation of the ledger applies the rules."""
+
+from typing import assert_never
+
+from perdure.core.accept import accept
+from perdure.core.advance import advance, release
+from perdure.core.draft import Draft
+from perdure.core.lifecycle import archive, create, delete, update, withdraw
+from perdure.domain.errors import Refused
+from perdure.ports.ledger import (
+    Accept,
+    Advance,
+    ArchiveSession,
+    Command,
+    Committed,
+    CreateSession,
+    DeleteSession,
+    Done,
+    Release,
+    Result,
+    UpdateSession,
+    Wake,
+    WithdrawInput,
+)
+
+
+def decide(draft: Draft, command: Command) -> tuple[Draft, Result]:
+    """Apply a command. A refusal gives back the draft as it was; an exception leaves it as it was."""
+    tried = draft.fork()
+    result = _apply(tried, command)
+    return (draft, result) if isinstance(result, Refused) else (tried, result)
+
+
+def _apply(draft: Draft, command: Command) -> Result:
+    match command:
+        case Accept():
+            return accept(draft, command)
+        case Advance():
+            return advance(draft, command)
+        case Release():
+            return release(draft, command)
+        case CreateSession():
+            return create(draft, command)
+        case UpdateSession():
+            return update(draft, command)
+        case ArchiveSession():
+            return archive(draft, command)
+        case DeleteSession():
+            return delete(draft, command)
+        case WithdrawInput():
+            return withdraw(draft, command)
+        case Wake():
+            return _wake(draft, command)
+        case _:
+            assert_never(command)
+
+
+def _wake(draft: Draft, command: Wake) -> Done:
+    if draft.session_row is not None and draft.session.state == "open" and command.thread_id in draft.threads:
+        draft.settle_wakeup(command.thread_id, consume=False)
+    return Done()
+
+
+def committed(draft: Draft) -> Committed:
+    """What the live plane is told once the draft is written."""
+    return Committed(
+        session_id=draft.session.id,
+        events=tuple(draft.events),
+        woken=tuple((w.thread_id, w.due_at) for w in draft.wakeups.values()),
+        stopped=tuple(t for t in draft.threads if draft.open_controls(t)),
+        deleted=draft.session.state in ("deleting", "deleted"),
+    )

@@ -1,0 +1,126 @@
+"""Facts and changes: what a ledger reads for the deciders, and what they give it to write."""
+
+from datetime import datetime
+from typing import TypeAlias
+from uuid import UUID
+
+import msgspec
+
+from perdure.domain.barrier import Action
+from perdure.domain.control import Control
+from perdure.domain.event import Event
+from perdure.domain.mailbox import WAITING_COUNT_MAX, WAITING_HEADS_MAX, Input
+from perdure.domain.session import Session, SessionConfig, Thread
+from perdure.domain.step import Step
+from perdure.domain.submission import Submission, SubmissionKey
+from perdure.domain.transcript import TranscriptEntry
+from perdure.domain.turn import Turn
+from perdure.domain.wakeup import Wakeup
+from perdure.ports.ledger import (
+    Accept,
+    Advance,
+    ArchiveSession,
+    Command,
+    CreateSession,
+    DeleteSession,
+    ModelErred,
+    UpdateSession,
+    WithdrawInput,
+)
+
+Row: TypeAlias = (
+    Session
+    | SessionConfig
+    | Thread
+    | Input
+    | Turn
+    | Step
+    | Action
+    | Control
+    | Event
+    | TranscriptEntry
+    | Wakeup
+    | Submission
+)
+
+
+class Facts(msgspec.Struct, kw_only=True):
+    """One session in one snapshot, bounded: counts and heads, never bodies or history."""
+
+    now: datetime
+    session: Session | None
+    config: SessionConfig | None = None
+    threads: tuple[Thread, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    """Unsettled ones."""
+    waiting: tuple[Input, ...] = ()
+    """The first waiting inputs of each thread, in receipt order."""
+    taken: tuple[Input, ...] = ()
+    """Inputs claimed or consumed whose turn is not settled."""
+    steps: tuple[Step, ...] = ()
+    """Unsettled ones."""
+    actions: tuple[Action, ...] = ()
+    """Those not closed, and those that the commands refer to."""
+    controls: tuple[Control, ...] = ()
+    """Open ones."""
+    wakeups: tuple[Wakeup, ...] = ()
+    submissions: tuple[Submission, ...] = ()
+    dead_workers: frozenset[UUID] = frozenset()
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command wants read beyond the usual."""
+
+    heads_max: int = WAITING_HEADS_MAX
+    config: bool = False
+    actions: tuple[UUID, ...] = ()
+    digests: tuple[bytes, ...] = ()
+    events_of: bytes | None = None
+
+
+class Stamp(msgspec.Struct, frozen=True):
+    """The one change an event row may see: when its input was processed."""
+
+    session_id: UUID
+    seq: int
+    processed_seq: int
+    processed_at: datetime
+
+
+class Changes(msgspec.Struct, kw_only=True):
+    """Final images of the rows that one commit writes for one session."""
+
+    session_id: UUID
+    expected_rev: int | None
+    """None makes the session."""
+    rows: dict[type[Row], list[Row]]
+    stamps: list[Stamp]
+    slept: list[UUID]
+    """Threads whose wakeup is consumed."""
+
+    def of(self, kind: type[Row]) -> list[Row]:
+        """The rows of one table."""
+        return self.rows.get(kind, [])
+
+
+def needs_of(command: Command) -> Needs:
+    """What to read for a command."""
+    match command:
+        case CreateSession():
+            return Needs(digests=_digests(command.submission))
+        case Accept():
+            refs = tuple(a.action_id for a in command.arrivals if a.action_id is not None)
+            return Needs(actions=refs, digests=_digests(command.submission))
+        case Advance():
+            failed = isinstance(command.outcome, ModelErred) or command.lease is None
+            return Needs(heads_max=WAITING_COUNT_MAX if failed else WAITING_HEADS_MAX)
+        case UpdateSession():
+            return Needs(config=True)
+        case ArchiveSession() | DeleteSession() | WithdrawInput():
+            return Needs(heads_max=WAITING_COUNT_MAX)
+        case _:
+            return Needs()
+
+
+def _digests(key: SubmissionKey | None) -> tuple[bytes, ...]:
+    return () if key is None else (key.digest,)

@@ -1,0 +1,305 @@
+"""Feeds: one tail of the ledger for each watched session of a process, fanned out to its readers.
+
+A feed accepts only the next sequence: what a commit hands over is taken when it fits, else the ledger is read again. So publication
+is never the order. Nobody's execution waits for a reader: a reader that falls behind is cut off alone.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol, TypeAlias
+from uuid import UUID
+
+import msgspec
+
+from perdure.domain.errors import Unavailable
+from perdure.domain.event import Event
+from perdure.ports.bus import Hint, Preview, PreviewDelta, PreviewStarted
+from perdure.ports.ledger import Committed, SeenEvent
+
+BACKLOG_ROWS_MAX: Final = 256
+BACKLOG_BYTES_MAX: Final = 1024 * 1024
+"""How far a reader may fall behind before it is cut off; it resumes from its last id."""
+
+READ_ROWS: Final = 200
+RECHECK_S: Final = 2.0
+"""A watched session is read again this often: a lost hint costs no more."""
+
+RING_ROWS: Final = 256
+"""Recent rows kept, so that a row that refers to one of them needs no read."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A committed row, in order, without gaps."""
+
+    seen: SeenEvent
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """The session was deleted; nothing follows."""
+
+
+class CutOff(msgspec.Struct, frozen=True):
+    """The reader fell too far behind; nothing follows."""
+
+
+FeedItem: TypeAlias = Row | Preview | Gone | CutOff
+
+
+class FeedSource(Protocol):
+    """What a feed reads."""
+
+    async def read_feed(self, session_id: UUID, after_seq: int, limit: int) -> list[SeenEvent] | None:
+        """Rows after a cursor; None when the session is gone."""
+        ...
+
+    async def read_head(self, session_id: UUID) -> int | None:
+        """The latest sequence; None when the session is gone."""
+        ...
+
+
+class Subscription:
+    """One reader's place. Iterate with `next`; always `close`."""
+
+    def __init__(self, feed: "_Feed", *, after_seq: int, previews: bool) -> None:
+        self.start_seq = after_seq
+        self._feed = feed
+        self._previews = previews
+        self._items: deque[tuple[FeedItem, int]] = deque()
+        self._bytes = 0
+        self._ready = asyncio.Event()
+        self._last_seq = after_seq
+        self._started: set[UUID] = set()
+        self._ended = False
+
+    async def next(self, timeout_s: float) -> FeedItem | None:
+        """The next item, or None when nothing came in time. After `Gone` or `CutOff` the reader is done."""
+        if not self._items:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._ready.wait()
+            except TimeoutError:
+                return None
+        item, size = self._items.popleft()
+        self._bytes -= size
+        if not self._items and not self._ended:
+            self._ready.clear()
+        return item
+
+    def close(self) -> None:
+        """Stop reading. Repeatable."""
+        self._ended = True
+        self._feed.drop(self)
+
+    def take(self, seen: SeenEvent, size: int) -> None:
+        """Called by the feed with each row in order."""
+        if self._ended or seen.event.seq <= self._last_seq:
+            return
+        self._last_seq = seen.event.seq
+        if seen.event.item_id is not None and seen.event.type == "item.closed":
+            self._started.discard(seen.event.item_id)
+        self._push(Row(seen), size)
+
+    def take_preview(self, preview: Preview) -> None:
+        """Called by the feed with each preview. A delta whose start this reader missed is not shown."""
+        if self._ended or not self._previews:
+            return
+        if isinstance(preview, PreviewStarted):
+            self._started.add(preview.item_id)
+        elif preview.item_id not in self._started:
+            return
+        self._push(preview, len(preview.text) if isinstance(preview, PreviewDelta) else 0)
+
+    def end(self, item: Gone | CutOff) -> None:
+        """Called by the feed: say why, and nothing more."""
+        if self._ended:
+            return
+        self._ended = True
+        if isinstance(item, CutOff):
+            self._items.clear()
+            self._bytes = 0
+        self._items.append((item, 0))
+        self._ready.set()
+
+    def _push(self, item: FeedItem, size: int) -> None:
+        if len(self._items) >= BACKLOG_ROWS_MAX or self._bytes + size > BACKLOG_BYTES_MAX and self._items:
+            self.end(CutOff())
+            return
+        self._items.append((item, size))
+        self._bytes += size
+        self._ready.set()
+
+
+class _Feed:
+    """The tail of one session."""
+
+    def __init__(self, session_id: UUID, head: int, source: FeedSource, forget: Callable[[UUID], None]) -> None:
+        self.session_id = session_id
+        self.head = head
+        self._source = source
+        self._forget = forget
+        self._readers: set[Subscription] = set()
+        self._ring: dict[int, Event] = {}
+        self._closed_items: deque[UUID] = deque(maxlen=RING_ROWS)
+        self._stale = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._follow(), name=f"feed-{self.session_id}")
+
+    def add(self, reader: Subscription) -> None:
+        self._readers.add(reader)
+
+    def drop(self, reader: Subscription) -> None:
+        self._readers.discard(reader)
+        if not self._readers:
+            self._forget(self.session_id)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def mark_stale(self) -> None:
+        self._stale.set()
+
+    def offer(self, events: tuple[Event, ...]) -> None:
+        """Rows of a commit of this process: taken when they are the next ones and complete, else read again."""
+        for event in events:
+            referred = None if event.ref_seq is None else self._ring.get(event.ref_seq)
+            if event.seq != self.head + 1 or (event.ref_seq is not None and referred is None):
+                if event.seq > self.head:
+                    self._stale.set()
+                return
+            self._deliver(SeenEvent(event, referred))
+
+    def preview(self, preview: Preview) -> None:
+        if preview.item_id not in self._closed_items:
+            for reader in tuple(self._readers):
+                reader.take_preview(preview)
+
+    def end(self, item: Gone | CutOff) -> None:
+        for reader in tuple(self._readers):
+            reader.end(item)
+
+    def _deliver(self, seen: SeenEvent) -> None:
+        event = seen.event
+        self.head = event.seq
+        self._ring[event.seq] = event
+        if len(self._ring) > RING_ROWS:
+            del self._ring[next(iter(self._ring))]
+        if event.type == "item.closed" and event.item_id is not None:
+            self._closed_items.append(event.item_id)
+        size = len(event.snap) + len(event.body or b"") + len((seen.referred.body if seen.referred else None) or b"")
+        for reader in tuple(self._readers):
+            reader.take(seen, size)
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(RECHECK_S):
+                    await self._stale.wait()
+            except TimeoutError:
+                pass
+            self._stale.clear()
+            try:
+                if not await self._catch_up():
+                    self.end(Gone())
+                    return
+            except Unavailable:
+                continue
+
+    async def _catch_up(self) -> bool:
+        while True:
+            rows = await self._source.read_feed(self.session_id, self.head, READ_ROWS)
+            if rows is None:
+                return False
+            for seen in rows:
+                if seen.event.seq == self.head + 1:
+                    self._deliver(seen)
+            if len(rows) < READ_ROWS:
+                return True
+
+
+class Feeds:
+    """The feeds of this process. Memory follows the readers: a session nobody watches costs nothing."""
+
+    def __init__(self, source: FeedSource) -> None:
+        self._source = source
+        self._feeds: dict[UUID, _Feed] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def subscribe(self, session_id: UUID, *, after_seq: int | None, previews: bool = False) -> Subscription | None:
+        """Watch a session from now on, or from behind a row; None when it is gone.
+
+        The starting point is read before this returns, so whatever commits afterwards is seen.
+        """
+        head = await self._source.read_head(session_id)
+        if head is None:
+            return None
+        feed = self._feeds.get(session_id)
+        if feed is None:
+            feed = self._feeds[session_id] = _Feed(session_id, head, self._source, self._forget)
+            feed.start()
+        start = max(head, feed.head) if after_seq is None else min(after_seq, head)
+        if after_seq is None and head > feed.head:
+            start = head
+        reader = Subscription(feed, after_seq=start, previews=previews)
+        feed.add(reader)
+        if start < feed.head:
+            await self._replay(feed, reader, start)
+        else:
+            feed.mark_stale()
+        return reader
+
+    async def _replay(self, feed: _Feed, reader: Subscription, start: int) -> None:
+        """Fill a late reader up to the feed's head; rows that the feed adds meanwhile are read here in their turn."""
+        feed.drop_quietly(reader)
+        try:
+            cursor = start
+            while cursor < feed.head:
+                rows = await self._source.read_feed(feed.session_id, cursor, READ_ROWS)
+                if rows is None:
+                    reader.end(Gone())
+                    return
+                for seen in rows:
+                    reader.replay(seen)
+                    cursor = seen.event.seq
+        finally:
+            feed.add(reader)
+
+    def committed(self, committed: Committed) -> None:
+        """A commit of this process."""
+        feed = self._feeds.get(committed.session_id)
+        if feed is None:
+            return
+        feed.offer(committed.events)
+        if committed.deleted:
+            feed.mark_stale()
+
+    def hinted(self, hint: Hint) -> None:
+        """A commit of another process."""
+        feed = self._feeds.get(hint.session_id)
+        if feed is not None:
+            feed.mark_stale()
+
+    def preview(self, preview: Preview) -> None:
+        """A piece of text, best effort."""
+        feed = self._feeds.get(preview.session_id)
+        if feed is not None:
+            feed.preview(preview)
+
+    def _forget(self, session_id: UUID) -> None:
+        feed = self._feeds.pop(session_id, None)
+        if feed is not None:
+            task = asyncio.create_task(feed.stop())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Cut every reader off."""
+        for feed in list(self._feeds.values()):
+            feed.end(CutOff())
+            await feed.stop()
+        self._feeds.clear()
+        await asyncio.gather(*self._closing)

@@ -1,0 +1,275 @@
+"""Endings and phases: what closes with a turn, and what the public sees of it. Shared by every command that can end a turn."""
+
+from typing import Any, Literal
+from uuid import UUID
+
+import msgspec
+
+from perdure.core.draft import Draft
+from perdure.domain.barrier import still_owed
+from perdure.domain.event import (
+    ErrorSnap,
+    InputSnap,
+    ItemSnap,
+    PhaseName,
+    PhaseSnap,
+    StepSnap,
+    TurnSnap,
+    encode,
+)
+from perdure.domain.item import call_id
+from perdure.domain.mailbox import Custody, Input, companions
+from perdure.domain.profile import PROFILES
+from perdure.domain.session import SessionStatus
+from perdure.domain.step import Step
+from perdure.domain.transcript import (
+    AMBIGUOUS_TEXT,
+    INTERRUPTED_TEXT,
+    STOPPED_TEXT,
+    UNANSWERED_TEXT,
+    TranscriptEntry,
+    text_result,
+)
+from perdure.domain.turn import Turn, TurnOutcome
+
+_STATUS: dict[PhaseName, SessionStatus] = {
+    "idle": "idle",
+    "wait_action": "idle",
+    "wait_env": "idle",
+    "active": "running",
+    "retrying": "rescheduling",
+    "failed": "idle",
+    "terminated": "terminated",
+}
+
+
+def set_phase(
+    draft: Draft,
+    thread_id: UUID,
+    name: PhaseName,
+    *,
+    stop_reason: Literal["end_turn", "requires_action", "retries_exhausted", "refusal"] | None = None,
+    stop_details: dict[str, Any] | None = None,
+    action_ids: tuple[UUID, ...] = (),
+    reissue: bool = False,
+) -> None:
+    """Publish a phase and move the status with it, in the same commit (MA-C2.6)."""
+    status = _STATUS[name]
+    if status == "running" and draft.session.running_since is None:
+        draft.touch(status=status, running_since=draft.now)
+    elif status in ("idle", "terminated"):
+        draft.touch(status=status, active_ms=draft.session.active_ms + draft.elapsed_ms(), running_since=None)
+    else:
+        draft.touch(status=status)
+    snap = PhaseSnap(
+        stop_reason=stop_reason,
+        stop_details=stop_details,
+        action_ids=action_ids,
+        usage=draft.usage() if status in ("idle", "terminated") else None,
+        reissue=reissue,
+    )
+    draft.emit("session.phase", thread_id=thread_id, kind=name, snap=snap)
+
+
+def park_phase(draft: Draft, turn: Turn, *, reissue: bool) -> None:
+    """Publish which answers are owed (MA-G6: after a partial answer, again, with the rest)."""
+    owed = tuple(a.id for a in still_owed(draft.turn_actions(turn.id)))
+    set_phase(draft, turn.thread_id, "wait_action", stop_reason="requires_action", action_ids=owed, reissue=reissue)
+
+
+def settle_input(draft: Draft, entry: Input, state: Custody, reason: str | None) -> None:
+    """The last word on an input, and the second sighting of its event."""
+    draft.change_input(entry, state=state, reason=reason, settled_at=draft.now)
+    event = draft.emit(
+        "input.settled",
+        thread_id=entry.thread_id,
+        kind=entry.kind,
+        turn_id=entry.turn_id,
+        ref_seq=entry.seq,
+        snap=InputSnap(custody=state, reason=reason, causal_pos=entry.causal_pos, action_id=entry.action_id),
+    )
+    if entry.kind != "custom_result":
+        draft.stamp(entry.seq, event.seq)
+
+
+def settle_control(draft: Draft, seq: int, thread_id: UUID, outcome: str) -> None:
+    """Close an interrupt and show its event as processed."""
+    control = draft.controls[seq]
+    draft.put(msgspec.structs.replace(control, state="done", outcome=outcome))
+    thread = draft.thread(thread_id)
+    draft.change_thread(thread_id, control_count=thread.control_count - 1)
+    event = draft.emit(
+        "input.settled", thread_id=thread_id, kind="interrupt", ref_seq=seq, snap=InputSnap(custody="consumed")
+    )
+    draft.stamp(seq, event.seq)
+
+
+def drop_waiting(draft: Draft, thread_id: UUID, state: Custody, reason: str) -> tuple[UUID, ...]:
+    """Settle every waiting input of a thread; their ids."""
+    gone = draft.waiting(thread_id)
+    for entry in gone:
+        settle_input(draft, entry, state, reason)
+    return tuple(i.id for i in gone)
+
+
+def interrupt_head(draft: Draft, thread_id: UUID) -> None:
+    """End the head of the mailbox before any worker took it."""
+    waiting = draft.waiting(thread_id)
+    for entry in (waiting[0], *companions(waiting[0], waiting)):
+        settle_input(draft, entry, "interrupted", "interrupt")
+
+
+def after_interrupt(draft: Draft, thread_id: UUID) -> None:
+    """The idle boundary of an interrupt, and the run of what waited behind it (MA-G12)."""
+    set_phase(draft, thread_id, "idle", stop_reason="end_turn")
+    if draft.thread(thread_id).waiting_count:
+        set_phase(draft, thread_id, "active")
+
+
+def result_entry(draft: Draft, turn: Turn, position: int, body: bytes) -> None:
+    """Pair a call of the current round with its result in the model's history."""
+    draft.remember(
+        TranscriptEntry(
+            session_id=turn.session_id,
+            thread_id=turn.thread_id,
+            causal_pos=turn.causal_pos,
+            position=position,
+            kind="result",
+            turn_id=turn.id,
+            ref_seq=None,
+            body=body,
+        )
+    )
+
+
+def close_tool(draft: Draft, turn: Turn, step: Step, text: str) -> None:
+    """Close the item of a call that has no result of its own with an error that says why."""
+    assert step.item_id is not None
+    draft.emit(
+        "item.closed",
+        thread_id=turn.thread_id,
+        kind="tool",
+        turn_id=turn.id,
+        item_id=step.item_id,
+        step_id=step.id,
+        snap=ItemSnap(state="failed"),
+        body=encode({"content": [{"type": "text", "text": text}], "is_error": True}),
+    )
+    result_entry(draft, turn, step.position, text_result(call_id(step.item_id), text, is_error=True))
+
+
+def end_model_step(draft: Draft, turn: Turn, step: Step, snap: StepSnap, *, state: Literal["done", "failed"]) -> None:
+    """Close a model step and the span that its start opened."""
+    draft.put(msgspec.structs.replace(step, state=state, settled_at=draft.now))
+    draft.emit(
+        "step.model.ended",
+        thread_id=turn.thread_id,
+        turn_id=turn.id,
+        step_id=step.id,
+        ref_seq=step.event_seq,
+        snap=snap,
+    )
+
+
+def lose_step(draft: Draft, turn: Turn, step: Step, *, text: str = AMBIGUOUS_TEXT) -> None:
+    """A tool call that was started and has no result: never run again, and both sides are told."""
+    draft.put(msgspec.structs.replace(step, state="ambiguous", settled_at=draft.now))
+    close_tool(draft, turn, step, text)
+
+
+def _close_steps(draft: Draft, turn: Turn) -> None:
+    for step in draft.unsettled_steps(turn.id):
+        if step.kind == "model":
+            end_model_step(draft, turn, step, StepSnap(is_error=True), state="failed")
+        elif step.state == "prepared":
+            draft.put(msgspec.structs.replace(step, state="failed", settled_at=draft.now))
+            close_tool(draft, turn, step, INTERRUPTED_TEXT)
+        else:
+            lose_step(draft, turn, step, text=STOPPED_TEXT)
+
+
+def _close_actions(draft: Draft, turn: Turn) -> None:
+    """Pair calls whose answers will not be read. Only what had been published is closed in public."""
+    for action in draft.turn_actions(turn.id):
+        draft.put(msgspec.structs.replace(action, state="closed"))
+        result_entry(draft, turn, action.position, text_result(call_id(action.id), UNANSWERED_TEXT, is_error=True))
+        if action.state == "held":
+            continue
+        draft.emit("action.closed", thread_id=turn.thread_id, kind=action.kind, turn_id=turn.id, item_id=action.id)
+        if action.kind == "confirm":
+            draft.emit(
+                "item.closed",
+                thread_id=turn.thread_id,
+                kind="tool",
+                turn_id=turn.id,
+                item_id=action.id,
+                snap=ItemSnap(state="failed"),
+                body=encode({"content": [{"type": "text", "text": UNANSWERED_TEXT}], "is_error": True}),
+            )
+
+
+def end_turn(draft: Draft, turn: Turn, outcome: TurnOutcome, *, error_code: str | None = None) -> None:
+    """Settle a turn: everything it owns is closed, its inputs are accounted for, its slot is free. One `turn.ended`, ever.
+
+    The caller publishes the phase that follows.
+    """
+    _close_steps(draft, turn)
+    _close_actions(draft, turn)
+    for entry in draft.taken(turn.id):
+        unread = entry.state == "claimed" and outcome == "interrupted"
+        settle_input(draft, entry, "interrupted" if unread else "consumed", None if outcome == "completed" else outcome)
+    for control in draft.open_controls(turn.thread_id):
+        settle_control(draft, control.seq, turn.thread_id, "ended_turn" if outcome == "interrupted" else "too_late")
+    turn = draft.turns[turn.id]
+    draft.change_turn(
+        turn.id,
+        state="settled",
+        wait=None,
+        wake_at=None,
+        worker_id=None,
+        outcome=outcome,
+        error_code=error_code,
+        ended_at=draft.now,
+    )
+    draft.change_thread(turn.thread_id, turn_id=None, action_count=0)
+    draft.emit(
+        "turn.ended",
+        thread_id=turn.thread_id,
+        turn_id=turn.id,
+        snap=TurnSnap(gen=turn.gen, outcome=outcome, error_code=error_code, usage=turn_usage(turn)),
+    )
+
+
+def turn_usage(turn: Turn) -> StepSnap:
+    """The usage of a turn so far."""
+    return StepSnap(
+        input_tokens=turn.input_tokens,
+        output_tokens=turn.output_tokens,
+        cache_read_tokens=turn.cache_read_tokens,
+        cache_creation_5m_tokens=turn.cache_creation_5m_tokens,
+        cache_creation_1h_tokens=turn.cache_creation_1h_tokens,
+    )
+
+
+def fail_turn(draft: Draft, turn: Turn, code: str, message: str, *, permanent: bool) -> None:
+    """End a turn by an error.
+
+    MA-C10.1: a permanent one terminates the session. MA-C10.3: an exhausted one leaves it idle. Either drops the input that waited,
+    each with its reason, and the error names them.
+    """
+    profile = PROFILES[draft.session.profile]
+    terminate = permanent and profile.on_permanent_failure == "terminate"
+    flush = terminate or profile.flush_on_exhaustion
+    waiting = draft.waiting(turn.thread_id) if flush else ()
+    snap = ErrorSnap(
+        code=code, message=message, retry="terminal" if terminate else "exhausted", flushed=tuple(i.id for i in waiting)
+    )
+    draft.emit("session.error", thread_id=turn.thread_id, turn_id=turn.id, snap=snap)
+    end_turn(draft, turn, "failed", error_code=code)
+    if flush:
+        drop_waiting(draft, turn.thread_id, "dropped", "session_terminated" if terminate else "retries_exhausted")
+    if terminate:
+        draft.touch(state="terminated")
+        set_phase(draft, turn.thread_id, "terminated")
+    else:
+        set_phase(draft, turn.thread_id, "idle", stop_reason="retries_exhausted")

@@ -1,0 +1,108 @@
+"""Submit once: whether a request is new, the repeat of one already admitted, or a misuse of its key."""
+
+from datetime import datetime, timedelta
+from typing import Final, TypeAlias
+from uuid import UUID
+
+import msgspec
+
+from perdure.domain.errors import Refused
+
+WRITTEN_GRACE_S: Final = 20
+"""A retry that comes within this time of a written response may still come from a client that never saw it."""
+
+LOST_FLAG_S: Final = 15 * 60
+"""How long a record whose `written` flag a crash took is matched: longer than any SDK goes on retrying."""
+
+KEPT_S: Final = 24 * 3600
+"""How long an explicit key is remembered."""
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """The record of one admitted request."""
+
+    digest: bytes
+    """SHA-256 over API key, method, route and body; with an `Idempotency-Key`, over API key, method, route and that key."""
+    session_id: UUID
+    body_digest: bytes
+    explicit: bool
+    attempt: int
+    """The SDK's retry count that this request, or its latest accepted repeat, came with."""
+    first_seq: int
+    last_seq: int
+    """The events that it admitted."""
+    process: UUID
+    """The process whose memory knows whether the response was written out."""
+    written_at: datetime | None
+    connection_reused: bool
+    """Whether the connection carried a later request: then the client has seen the response."""
+    created_at: datetime
+
+
+class SubmissionKey(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request says about itself."""
+
+    digest: bytes
+    body_digest: bytes
+    explicit: bool
+    attempt: int
+    process: UUID
+    first_response: "Written | None" = None
+    """What this process remembers of the first response, when it wrote it."""
+
+
+class Written(msgspec.Struct, frozen=True):
+    """A response that went out in full."""
+
+    at: datetime
+    connection_reused: bool
+
+
+class New(msgspec.Struct, frozen=True):
+    """Admit it."""
+
+
+class Repeat(msgspec.Struct, frozen=True):
+    """Answer as the first time."""
+
+    record: Submission
+
+
+SubmissionDecision: TypeAlias = New | Repeat | Refused
+
+
+def decide_submission(key: SubmissionKey | None, record: Submission | None, now: datetime) -> SubmissionDecision:
+    """Whether a request was admitted before.
+
+    An explicit key always decides. Without one only an SDK's own retry can be a repeat: it counts its tries, and its first response
+    was not written, or so lately, on a connection left alone since, that the client may have missed it.
+    """
+    if key is None or record is None:
+        return New()
+    age = now - record.created_at
+    if key.explicit:
+        if age > timedelta(seconds=KEPT_S):
+            return New()
+        if record.body_digest != key.body_digest:
+            return Refused(
+                "conflict",
+                "idempotency_key_reused",
+                "This Idempotency-Key was already used with a different body: use a new key for a new request.",
+                "Idempotency-Key",
+            )
+        return Repeat(record)
+    if key.attempt <= record.attempt or key.attempt < 1:
+        return New()
+    written = _written(key, record)
+    if written is None:
+        return Repeat(record) if age <= timedelta(seconds=LOST_FLAG_S) else New()
+    missed = not written.connection_reused and now - written.at <= timedelta(seconds=WRITTEN_GRACE_S)
+    return Repeat(record) if missed else New()
+
+
+def _written(key: SubmissionKey, record: Submission) -> Written | None:
+    if key.first_response is not None:
+        return key.first_response
+    if record.written_at is None:
+        return None
+    return Written(record.written_at, record.connection_reused)

@@ -1,0 +1,57 @@
+"""What a later process must know of a session's shell. Kept beside the workspaces, where no sandbox reaches.
+
+A marker stands while a shell runs, and after its end as long as the model has not been told of it. So whoever
+starts a shell and finds a marker kills what it names and tells the model that the old shell is gone.
+"""
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from perdure.environments.processes import ProcessMark
+
+
+class ShellMarker(msgspec.Struct, frozen=True, kw_only=True):
+    """The last shell of a session."""
+
+    processes: tuple[ProcessMark, ...] = ()
+    confined: bool = True
+    """Whether it ran in a sandbox, so that the end of `processes` is the end of its whole tree."""
+
+
+class MarkerFolder:
+    """Markers by session. Each is a file that is replaced as a whole."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is made on the first write."""
+        self._folder = folder
+
+    def read(self, session: str) -> ShellMarker | None:
+        """The marker; None when no shell is owed an explanation."""
+        try:
+            return msgspec.json.decode(self._path(session).read_bytes(), type=ShellMarker)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError:
+            # Torn by a crash of the host: its processes are gone, and the model is still to be told.
+            return ShellMarker()
+
+    def write(self, session: str, marker: ShellMarker) -> None:
+        """Put a marker in place. It outlives this process; after a crash of the host there is no shell to find."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = self._folder / f".{secrets.token_hex(8)}.tmp"
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(marker))
+        os.replace(draft, self._path(session))
+
+    def remove(self, session: str) -> None:
+        """The model knows, or the session is gone. Repeatable."""
+        with contextlib.suppress(FileNotFoundError):
+            self._path(session).unlink()
+
+    def _path(self, session: str) -> Path:
+        return self._folder / f"{session}.json"

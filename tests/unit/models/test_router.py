@@ -1,0 +1,71 @@
+"""Which name goes to which provider, and what the refusals tell the owner to set."""
+
+import pytest
+
+from perdure.models.anthropic import AnthropicModel
+from perdure.models.local import LocalModel
+from perdure.models.router import Router, RouterSettings
+from perdure.models.scripted import ScriptedModel
+from perdure.ports.model import ModelRequest, ModelUnknown
+from perdure.testing.model_server import ModelServer, Reply, Text
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter", "name"),
+    [
+        ("claude-sonnet-5", AnthropicModel, "claude-sonnet-5"),
+        ("anthropic/claude-sonnet-5", AnthropicModel, "claude-sonnet-5"),
+        ("local/smollm2", LocalModel, "smollm2"),
+        ("scripted/demo", ScriptedModel, "demo"),
+        ("scripted/a/b", ScriptedModel, "a/b"),
+    ],
+)
+async def test_each_prefix_has_its_provider(model: str, adapter: type, name: str) -> None:
+    router = Router(RouterSettings(anthropic_api_key="sk-test"))
+    router.check(model)
+    resolved, own_name = router.resolve(model)
+    assert isinstance(resolved, adapter)
+    assert own_name == name
+    await router.close()
+
+
+async def test_a_provider_is_made_once_and_not_before_it_is_needed() -> None:
+    router = Router(RouterSettings(anthropic_api_key="sk-test"))
+    router.check("claude-x")
+    assert not router._adapters
+    assert router.resolve("claude-x")[0] is router.resolve("anthropic/claude-y")[0]
+    await router.close()
+    assert not router._adapters
+
+
+@pytest.mark.parametrize("settings", [RouterSettings(), RouterSettings(anthropic_api_key="", anthropic_base_url="")])
+def test_without_a_key_the_refusal_names_the_variables(settings: RouterSettings) -> None:
+    for model in ("claude-x", "anthropic/claude-x"):
+        with pytest.raises(ModelUnknown, match=r"ANTHROPIC_API_KEY.*PERDURE_ANTHROPIC_BASE_URL"):
+            Router(settings).check(model)
+
+
+@pytest.mark.parametrize("model", ["gpt-6", "o1", "o4-mini", "codex-1", "openai/whatever", "chatgpt-x"])
+def test_openai_is_said_to_be_not_built_yet(model: str) -> None:
+    with pytest.raises(ModelUnknown, match="openai, which is not built yet"):
+        Router(RouterSettings()).resolve(model)
+
+
+@pytest.mark.parametrize(
+    "model", ["", "llama", "local/", "local/other", "scripted/", "scripted", "anthropic/", "claude/x", "/x", "opus"]
+)
+def test_other_names_are_unknown_and_the_known_ones_are_listed(model: str) -> None:
+    with pytest.raises(ModelUnknown, match="local/smollm2 and scripted/NAME"):
+        Router(RouterSettings(anthropic_api_key="sk-test")).check(model)
+
+
+async def test_an_own_endpoint_needs_no_key(server: ModelServer) -> None:
+    server.enqueue(Reply(Text("x")))
+    router = Router(RouterSettings(anthropic_base_url=server.base_url))
+    model, name = router.resolve("claude-x")
+    request = ModelRequest(
+        model=name, system=None, messages=[{"role": "user", "content": "hi"}], tools=[], max_tokens=5
+    )
+    assert [event async for event in model.stream(request)]
+    assert server.requests[0].refused is None
+    await router.close()
