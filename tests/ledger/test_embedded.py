@@ -15,7 +15,7 @@ from pathlib import Path
 import asyncpg
 import psutil
 import pytest
-from tests.conftest import PROCESS_DEADLINE_S, SMALL, DurablePostgres, connected, data_directory, in_database
+from tests.conftest import PROCESS_DEADLINE_S, SMALL, DurablePostgres, connected, copy_of, data_directory, in_database
 
 from perdure.postgres import postmaster
 from perdure.postgres.embedded import EmbeddedPostgresError, is_running, start_embedded, wait_ready
@@ -92,6 +92,12 @@ def data() -> Iterator[Path]:
         yield folder
 
 
+@pytest.fixture
+def old_data(cluster: Path) -> Iterator[Path]:
+    with copy_of(cluster) as folder:
+        yield folder
+
+
 async def keep_a_row(url: str) -> None:
     async with connected(url) as connection:
         await connection.execute("create table kept (word text); insert into kept values ('acknowledged')")
@@ -131,13 +137,13 @@ async def test_new_directory_gets_a_durable_server_on_a_socket_only(data: Path) 
     assert not is_running(data)
 
 
-async def test_stopped_server_starts_again_with_its_data_and_the_same_url(data: Path) -> None:
-    first = await start_embedded(data, settings=SMALL)
+async def test_stopped_server_starts_again_with_its_data_and_the_same_url(old_data: Path) -> None:
+    first = await start_embedded(old_data, settings=SMALL)
     await keep_a_row(first.url)
     await first.stop()
     await first.stop()
 
-    second = await start_embedded(data, settings=SMALL)
+    second = await start_embedded(old_data, settings=SMALL)
     try:
         assert second.url == first.url
         assert await kept_row(second.url) == "acknowledged"
@@ -145,20 +151,20 @@ async def test_stopped_server_starts_again_with_its_data_and_the_same_url(data: 
         await second.stop()
 
 
-async def test_only_the_holder_that_started_it_stops_it_and_only_as_the_last(data: Path) -> None:
-    starter = await start_embedded(data, settings=SMALL)
-    guest = await start_embedded(data)
+async def test_only_the_holder_that_started_it_stops_it_and_only_as_the_last(old_data: Path) -> None:
+    starter = await start_embedded(old_data, settings=SMALL)
+    guest = await start_embedded(old_data)
     assert (guest.pid, guest.url, guest.started_here) == (starter.pid, starter.url, False)
 
     await guest.stop()
-    assert is_running(data)
-    late_guest, heir = await start_embedded(data), await start_embedded(data, adopt=True)
+    assert is_running(old_data)
+    late_guest, heir = await start_embedded(old_data), await start_embedded(old_data, adopt=True)
     await starter.stop()
-    assert is_running(data)
+    assert is_running(old_data)
     await late_guest.stop()
-    assert is_running(data)
+    assert is_running(old_data)
     await heir.stop()
-    assert not is_running(data)
+    assert not is_running(old_data)
 
 
 async def test_two_processes_at_once_on_a_new_directory_share_one_server(data: Path) -> None:
@@ -173,29 +179,29 @@ async def test_two_processes_at_once_on_a_new_directory_share_one_server(data: P
     assert not is_running(data)
 
 
-async def test_server_outlives_its_killed_starter_and_the_next_start_attaches(data: Path) -> None:
-    async with holding(data) as starter:
+async def test_server_outlives_its_killed_starter_and_the_next_start_attaches(old_data: Path) -> None:
+    async with holding(old_data) as starter:
         await starter.hear()
         await keep_a_row(str(starter.said["url"]))
         await starter.kill()
-    assert is_running(data)
+    assert is_running(old_data)
 
-    server = await start_embedded(data, adopt=True)
+    server = await start_embedded(old_data, adopt=True)
     assert (server.pid, server.started_here) == (starter.said["pid"], False)
     assert await kept_row(server.url) == "acknowledged"
     await server.stop()
-    assert not is_running(data)
+    assert not is_running(old_data)
 
 
-async def test_killed_server_is_revived_with_every_committed_row(data: Path) -> None:
-    server = await start_embedded(data, settings=SMALL)
+async def test_killed_server_is_revived_with_every_committed_row(old_data: Path) -> None:
+    server = await start_embedded(old_data, settings=SMALL)
     try:
         await keep_a_row(server.url)
         assert not await server.revive()
         before = (server.pid, server.url)
         await end_process(server.pid, signal.SIGKILL)
         assert not server.is_alive()
-        assert (data / "pg" / "postmaster.pid").exists()
+        assert (old_data / "pg" / "postmaster.pid").exists()
 
         assert await server.revive()
         assert server.pid != before[0]
@@ -203,17 +209,17 @@ async def test_killed_server_is_revived_with_every_committed_row(data: Path) -> 
         assert await kept_row(server.url) == "acknowledged"
     finally:
         await server.stop()
-    assert not is_running(data)
+    assert not is_running(old_data)
 
 
-async def test_server_and_starter_killed_together_leave_a_directory_that_starts(data: Path) -> None:
-    async with holding(data) as starter:
+async def test_server_and_starter_killed_together_leave_a_directory_that_starts(old_data: Path) -> None:
+    async with holding(old_data) as starter:
         await starter.hear()
         await keep_a_row(str(starter.said["url"]))
         await starter.kill()
     await end_process(int(str(starter.said["pid"])), signal.SIGKILL)
 
-    server = await start_embedded(data, settings=SMALL)
+    server = await start_embedded(old_data, settings=SMALL)
     try:
         assert server.started_here
         assert await kept_row(server.url) == "acknowledged"
@@ -222,10 +228,10 @@ async def test_server_and_starter_killed_together_leave_a_directory_that_starts(
 
 
 async def test_busy_backend_of_a_killed_server_is_ended_before_the_next_start(
-    data: Path, monkeypatch: pytest.MonkeyPatch
+    old_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(postmaster, "LEFTOVER_PATIENCE_S", 0.3)
-    server = await start_embedded(data, settings=SMALL)
+    server = await start_embedded(old_data, settings=SMALL)
     try:
         async with connected(server.url) as connection:
             backend = psutil.Process(await connection.fetchval("select pg_backend_pid()"))
@@ -247,17 +253,17 @@ async def test_busy_backend_of_a_killed_server_is_ended_before_the_next_start(
         await server.stop()
 
 
-async def test_pid_file_that_names_somebody_elses_process_does_not_stop_a_start(data: Path) -> None:
+async def test_pid_file_that_names_somebody_elses_process_does_not_stop_a_start(old_data: Path) -> None:
     with data_directory() as elsewhere:
         neighbour = await start_embedded(elsewhere, settings=SMALL)
-        server = await start_embedded(data, settings=SMALL)
+        server = await start_embedded(old_data, settings=SMALL)
         await keep_a_row(server.url)
         await end_process(server.pid, signal.SIGKILL)
         # What a recycled process id looks like: alive, and of the very same user.
-        for file in (data / "pg" / "postmaster.pid", data / "socket" / ".s.PGSQL.5432.lock"):
+        for file in (old_data / "pg" / "postmaster.pid", old_data / "socket" / ".s.PGSQL.5432.lock"):
             _, rest = file.read_text().split("\n", 1)
             file.write_text(f"{neighbour.pid}\n{rest}")
-        assert not is_running(data)
+        assert not is_running(old_data)
 
         assert await server.revive()
         assert await kept_row(server.url) == "acknowledged"
@@ -337,16 +343,16 @@ async def test_file_in_place_of_the_directory_is_refused(data: Path) -> None:
         await start_embedded(data / "file")
 
 
-async def test_server_that_gives_up_is_quoted_and_leaves_nothing(data: Path) -> None:
+async def test_server_that_gives_up_is_quoted_and_leaves_nothing(old_data: Path) -> None:
     with pytest.raises(
         EmbeddedPostgresError, match=r'(?s)did not start in .*parameter "fsync" requires a Boolean value'
     ):
-        await start_embedded(data, settings={**SMALL, "fsync": "perhaps"})
-    assert not is_running(data)
-    server = await start_embedded(data, settings=SMALL)
+        await start_embedded(old_data, settings={**SMALL, "fsync": "perhaps"})
+    assert not is_running(old_data)
+    server = await start_embedded(old_data, settings=SMALL)
     assert server.started_here
     await server.stop()
-    assert not is_running(data)
+    assert not is_running(old_data)
 
 
 async def test_cancelled_start_leaves_nothing_running(data: Path) -> None:
@@ -372,8 +378,8 @@ def test_full_disk_is_named_with_a_way_out() -> None:
     )
 
 
-async def test_wait_ready_returns_when_the_server_answers(data: Path) -> None:
-    durable = DurablePostgres(data)
+async def test_wait_ready_returns_when_the_server_answers(old_data: Path) -> None:
+    durable = DurablePostgres(old_data)
     await durable.start()
     await durable.kill()
     with pytest.raises(EmbeddedPostgresError, match="did not answer within 0"):
@@ -385,12 +391,12 @@ async def test_wait_ready_returns_when_the_server_answers(data: Path) -> None:
     await durable.close()
 
 
-async def test_start_beside_a_shutdown_ends_with_a_running_server(data: Path) -> None:
-    durable = DurablePostgres(data)
+async def test_start_beside_a_shutdown_ends_with_a_running_server(old_data: Path) -> None:
+    durable = DurablePostgres(old_data)
     await durable.start()
     psutil.Process(durable.pid).send_signal(signal.SIGINT)
 
-    server = await start_embedded(data, settings=SMALL)
+    server = await start_embedded(old_data, settings=SMALL)
     async with connected(server.url) as connection:
         assert await connection.fetchval("select 1") == 1
     await durable.close()

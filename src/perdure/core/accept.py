@@ -53,7 +53,7 @@ def _repeat(draft: Draft, key: SubmissionKey | None, record: Submission) -> Acce
     assert key is not None
     if key.attempt > record.attempt:
         draft.put(msgspec.structs.replace(record, attempt=key.attempt, process=key.process, written_at=None))
-    return Accepted(events=(), repeat=True)
+    return Accepted(events=(), repeat=True, span=(record.first_seq, record.last_seq))
 
 
 def record_submission(draft: Draft, key: SubmissionKey, events: tuple[Event, ...]) -> None:

@@ -9,13 +9,13 @@ from uuid import UUID
 import msgspec
 
 from perdure.core.draft import Draft
-from perdure.core.outcomes import record, retry_wait, start_model
-from perdure.core.settle import after_interrupt, end_model_step, end_turn, fail_turn, lose_step, park_phase, set_phase
+from perdure.core.outcomes import record, repeat_model, retry_wait, start_model
+from perdure.core.settle import after_interrupt, end_turn, fail_turn, lose_step, park_phase, set_phase
 from perdure.core.turns import adopt, claim, give_back, resume_actions
 from perdure.domain import ids
 from perdure.domain.control import STOP_GRACE_MS
 from perdure.domain.errors import Fenced
-from perdure.domain.event import ItemSnap, StepSnap
+from perdure.domain.event import ItemSnap
 from perdure.domain.session import Thread
 from perdure.domain.step import Step, decide_dispatch, decide_lost
 from perdure.domain.turn import PARALLEL_TOOLS_MAX, ROUNDS_MAX, Lease, Turn, holds, may_take_over
@@ -38,7 +38,7 @@ def advance(draft: Draft, command: Advance) -> Answered:
             return Fenced()
         if command.outcome is not None:
             record(draft, turn, command.outcome)
-        answer = _go_on(draft, thread.id, command.worker_id)
+        answer = _drain(draft, thread.id) if command.draining else _go_on(draft, thread.id, command.worker_id)
     else:
         answer = _look(draft, thread, turn, command)
     draft.settle_wakeup(thread.id, consume=True)
@@ -119,17 +119,11 @@ def lose_steps(draft: Draft, turn: Turn) -> None:
 def _repeat(draft: Draft, turn: Turn, step: Step) -> None:
     """The same step, next try. A model call opens a new span; nothing of the old try is ever completed."""
     if step.kind == "model":
-        from_failed(draft, turn, step, failures=step.failures)
+        repeat_model(draft, turn, step)
         return
     draft.put(msgspec.structs.replace(step, state="failed", settled_at=draft.now))
     again = ids.derived(turn.id, "step", step.ordinal, step.position, step.try_no + 1)
     draft.put(msgspec.structs.replace(step, id=again, try_no=step.try_no + 1, state="prepared", dispatched_at=None))
-
-
-def from_failed(draft: Draft, turn: Turn, step: Step, *, failures: int) -> None:
-    """End a model step's try as an error and prepare the next."""
-    end_model_step(draft, turn, step, StepSnap(is_error=True), state="failed")
-    start_model(draft, turn, ordinal=step.ordinal, try_no=step.try_no + 1, failures=failures)
 
 
 def _go_on(draft: Draft, thread_id: UUID, worker_id: UUID) -> Answered:
@@ -207,6 +201,17 @@ def _park(draft: Draft, turn: Turn) -> Answered:
     draft.emit("turn.parked", thread_id=turn.thread_id, turn_id=turn.id)
     park_phase(draft, turn, reissue=False)
     return Parked()
+
+
+def _drain(draft: Draft, thread_id: UUID) -> Answered:
+    """Start nothing more; with the last call accounted for, the turn is anyone's."""
+    turn = draft.turn_of(thread_id)
+    if turn is None or turn.state != "active":
+        return Idle()
+    if any(s.state == "dispatched" for s in draft.unsettled_steps(turn.id)):
+        return Working(lease=_lease(turn))
+    give_back(draft, turn, wait="capacity", wake_at=None)
+    return Idle()
 
 
 def release(draft: Draft, command: Release) -> Done | Fenced:

@@ -1,5 +1,6 @@
 """One command on one draft: the single door through which every implementation of the ledger applies the rules."""
 
+from datetime import timedelta
 from typing import assert_never
 
 from perdure.core.accept import accept
@@ -7,6 +8,7 @@ from perdure.core.advance import advance, release
 from perdure.core.draft import Draft
 from perdure.core.lifecycle import archive, create, delete, update, withdraw
 from perdure.domain.errors import Refused
+from perdure.domain.wakeup import Wakeup
 from perdure.ports.ledger import (
     Accept,
     Advance,
@@ -61,12 +63,16 @@ def _wake(draft: Draft, command: Wake) -> Done:
     return Done()
 
 
+def _delay_ms(draft: Draft, wakeup: Wakeup) -> int:
+    return max(0, (wakeup.due_at - draft.now) // timedelta(milliseconds=1))
+
+
 def committed(draft: Draft) -> Committed:
     """What the live plane is told once the draft is written."""
     return Committed(
         session_id=draft.session.id,
         events=tuple(draft.events),
-        woken=tuple((w.thread_id, w.due_at) for w in draft.wakeups.values()),
+        woken=tuple((w.thread_id, _delay_ms(draft, w)) for w in draft.wakeups.values()),
         stopped=tuple(t for t in draft.threads if draft.open_controls(t)),
         deleted=draft.session.state in ("deleting", "deleted"),
     )

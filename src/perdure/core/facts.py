@@ -71,11 +71,10 @@ class Facts(msgspec.Struct, kw_only=True):
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """What a command wants read beyond the usual."""
 
-    heads_max: int = WAITING_HEADS_MAX
+    heads_max: int = 0
     config: bool = False
     actions: tuple[UUID, ...] = ()
     digests: tuple[bytes, ...] = ()
-    events_of: bytes | None = None
 
 
 class Stamp(msgspec.Struct, frozen=True):
@@ -107,10 +106,13 @@ def needs_of(command: Command) -> Needs:
     """What to read for a command."""
     match command:
         case CreateSession():
-            return Needs(digests=_digests(command.submission))
+            return Needs(heads_max=WAITING_HEADS_MAX, digests=_digests(command.submission))
         case Accept():
             refs = tuple(a.action_id for a in command.arrivals if a.action_id is not None)
-            return Needs(actions=refs, digests=_digests(command.submission))
+            stops = any(a.kind == "interrupt" for a in command.arrivals)
+            return Needs(
+                heads_max=WAITING_HEADS_MAX if stops else 0, actions=refs, digests=_digests(command.submission)
+            )
         case Advance():
             failed = isinstance(command.outcome, ModelErred) or command.lease is None
             return Needs(heads_max=WAITING_COUNT_MAX if failed else WAITING_HEADS_MAX)

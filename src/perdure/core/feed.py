@@ -71,10 +71,17 @@ class Subscription:
         self._last_seq = after_seq
         self._started: set[UUID] = set()
         self._ended = False
+        self._reading = False
 
     async def next(self, timeout_s: float) -> FeedItem | None:
         """The next item, or None when nothing came in time. After `Gone` or `CutOff` the reader is done."""
-        if not self._items:
+        while not self._items:
+            if self._ended:
+                return None
+            if self._last_seq < self._feed.head:
+                await self._catch_up()
+                continue
+            self._ready.clear()
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._ready.wait()
@@ -82,9 +89,21 @@ class Subscription:
                 return None
         item, size = self._items.popleft()
         self._bytes -= size
-        if not self._items and not self._ended:
-            self._ready.clear()
         return item
+
+    async def _catch_up(self) -> None:
+        """Read what the feed passed before this reader came, a page at a time, as fast as the reader takes it."""
+        self._reading = True
+        try:
+            rows = await self._feed.source.read_feed(self._feed.session_id, self._last_seq, READ_ROWS)
+        finally:
+            self._reading = False
+        if rows is None:
+            self.end(Gone())
+            return
+        for seen in rows:
+            self._last_seq = seen.event.seq
+            self._items.append((Row(seen), 0))
 
     def close(self) -> None:
         """Stop reading. Repeatable."""
@@ -93,7 +112,8 @@ class Subscription:
 
     def take(self, seen: SeenEvent, size: int) -> None:
         """Called by the feed with each row in order."""
-        if self._ended or seen.event.seq <= self._last_seq:
+        if self._ended or self._reading or seen.event.seq != self._last_seq + 1:
+            self._ready.set()
             return
         self._last_seq = seen.event.seq
         if seen.event.item_id is not None and seen.event.type == "item.closed":
@@ -122,7 +142,7 @@ class Subscription:
         self._ready.set()
 
     def _push(self, item: FeedItem, size: int) -> None:
-        if len(self._items) >= BACKLOG_ROWS_MAX or self._bytes + size > BACKLOG_BYTES_MAX and self._items:
+        if len(self._items) >= BACKLOG_ROWS_MAX or (self._bytes + size > BACKLOG_BYTES_MAX and self._items):
             self.end(CutOff())
             return
         self._items.append((item, size))
@@ -136,7 +156,7 @@ class _Feed:
     def __init__(self, session_id: UUID, head: int, source: FeedSource, forget: Callable[[UUID], None]) -> None:
         self.session_id = session_id
         self.head = head
-        self._source = source
+        self.source = source
         self._forget = forget
         self._readers: set[Subscription] = set()
         self._ring: dict[int, Event] = {}
@@ -211,7 +231,7 @@ class _Feed:
 
     async def _catch_up(self) -> bool:
         while True:
-            rows = await self._source.read_feed(self.session_id, self.head, READ_ROWS)
+            rows = await self.source.read_feed(self.session_id, self.head, READ_ROWS)
             if rows is None:
                 return False
             for seen in rows:
@@ -229,7 +249,9 @@ class Feeds:
         self._feeds: dict[UUID, _Feed] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def subscribe(self, session_id: UUID, *, after_seq: int | None, previews: bool = False) -> Subscription | None:
+    async def subscribe(
+        self, session_id: UUID, *, after_seq: int | None, previews: bool = False
+    ) -> Subscription | None:
         """Watch a session from now on, or from behind a row; None when it is gone.
 
         The starting point is read before this returns, so whatever commits afterwards is seen.
@@ -241,32 +263,12 @@ class Feeds:
         if feed is None:
             feed = self._feeds[session_id] = _Feed(session_id, head, self._source, self._forget)
             feed.start()
-        start = max(head, feed.head) if after_seq is None else min(after_seq, head)
-        if after_seq is None and head > feed.head:
-            start = head
+        start = head if after_seq is None else min(after_seq, head)
         reader = Subscription(feed, after_seq=start, previews=previews)
         feed.add(reader)
-        if start < feed.head:
-            await self._replay(feed, reader, start)
-        else:
+        if start > feed.head:
             feed.mark_stale()
         return reader
-
-    async def _replay(self, feed: _Feed, reader: Subscription, start: int) -> None:
-        """Fill a late reader up to the feed's head; rows that the feed adds meanwhile are read here in their turn."""
-        feed.drop_quietly(reader)
-        try:
-            cursor = start
-            while cursor < feed.head:
-                rows = await self._source.read_feed(feed.session_id, cursor, READ_ROWS)
-                if rows is None:
-                    reader.end(Gone())
-                    return
-                for seen in rows:
-                    reader.replay(seen)
-                    cursor = seen.event.seq
-        finally:
-            feed.add(reader)
 
     def committed(self, committed: Committed) -> None:
         """A commit of this process."""

@@ -92,7 +92,6 @@ def _new_thread(draft: Draft, session_id: UUID, thread_id: UUID) -> Thread:
         causal_pos=0,
         waiting_count=0,
         waiting_bytes=0,
-        action_count=0,
         control_count=0,
         command_id=None,
         answer=None,

@@ -11,12 +11,11 @@ from perdure.core.settle import close_tool, end_model_step, end_turn, fail_turn,
 from perdure.core.turns import give_back
 from perdure.domain import ids
 from perdure.domain.barrier import Action
-from perdure.domain.errors import InvariantViolation
 from perdure.domain.event import ErrorSnap, ItemSnap, StepSnap, encode
 from perdure.domain.item import call_id, item_id
 from perdure.domain.profile import PROFILES
 from perdure.domain.step import Step, decide_retry
-from perdure.domain.transcript import INTERRUPTED_TEXT, STOPPED_TEXT, TranscriptEntry, text_result
+from perdure.domain.transcript import AMBIGUOUS_TEXT, INTERRUPTED_TEXT, STOPPED_TEXT, TranscriptEntry, text_result
 from perdure.domain.turn import CUT_ROUNDS_MAX, Turn
 from perdure.ports.ledger import (
     Answered,
@@ -253,8 +252,6 @@ def _plan(draft: Draft, turn: Turn, step: Step, call: CallPlan, calls: tuple[Cal
             body=call.body,
         )
         draft.put(_action(draft, turn, call, position, identity, held.seq))
-        thread = draft.thread(turn.thread_id)
-        draft.change_thread(thread.id, action_count=thread.action_count + 1)
         return turn
     opened = draft.emit(
         "item.opened",
@@ -345,8 +342,12 @@ def _returned(draft: Draft, turn: Turn, step: Step, outcome: ToolReturned) -> No
 
 def _stopped(draft: Draft, turn: Turn, step: Step, outcome: Stopped) -> None:
     """A cancelled step: finished blocks of a reply are kept, an unfinished call's outcome is unknown."""
+    interrupted = bool(draft.open_controls(turn.thread_id))
     if step.kind != "model":
-        lose_step(draft, turn, step, text=STOPPED_TEXT)
+        lose_step(draft, turn, step, text=STOPPED_TEXT if interrupted else AMBIGUOUS_TEXT)
+        return
+    if not interrupted:
+        repeat_model(draft, turn, step)
         return
     usage = outcome.usage or Usage()
     turn = _account(draft, turn, usage)
@@ -355,8 +356,12 @@ def _stopped(draft: Draft, turn: Turn, step: Step, outcome: Stopped) -> None:
         turn = _publish(draft, turn, step, block)
     _pair_unstarted(draft, turn, step, outcome.calls)
     end_model_step(draft, turn, step, msgspec.structs.replace(_usage_snap(usage), is_error=True), state="failed")
-    if not draft.open_controls(turn.thread_id):
-        raise InvariantViolation("a step was stopped without an interrupt")
+
+
+def repeat_model(draft: Draft, turn: Turn, step: Step) -> None:
+    """End a try of a model step without blame and prepare the next; nothing of the old try is ever completed."""
+    end_model_step(draft, turn, step, StepSnap(is_error=True), state="failed")
+    start_model(draft, turn, ordinal=step.ordinal, try_no=step.try_no + 1, failures=step.failures)
 
 
 def tool_result_body(content: list[dict[str, Any]], *, is_error: bool) -> bytes:

@@ -231,7 +231,7 @@ def end_turn(draft: Draft, turn: Turn, outcome: TurnOutcome, *, error_code: str 
         error_code=error_code,
         ended_at=draft.now,
     )
-    draft.change_thread(turn.thread_id, turn_id=None, action_count=0)
+    draft.change_thread(turn.thread_id, turn_id=None)
     draft.emit(
         "turn.ended",
         thread_id=turn.thread_id,

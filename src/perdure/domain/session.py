@@ -68,8 +68,6 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True):
     causal_pos: int
     waiting_count: int
     waiting_bytes: int
-    action_count: int
-    """Unsettled actions of the active turn."""
     control_count: int
     """Open controls."""
     command_id: UUID | None

@@ -129,7 +129,8 @@ class LocalEnvironment:
 
     async def _run_file_tool(self, call: ToolCall, arguments: dict[str, Any]) -> ToolResult:
         workspace = self._workspace(call.session)
-        path: str = arguments.get("file_path") or arguments.get("path") or "."
+        # An empty `path` is a model's way to leave it out; an empty `file_path` is a mistake.
+        path: str = arguments["file_path"] if "file_path" in arguments else arguments.get("path") or "."
         match call.name:
             case "read":
                 content = await in_thread(read_file, workspace, path, arguments.get("view_range"))

@@ -97,7 +97,9 @@ class Shell:
     async def start(self) -> None:
         """Wait until the shell answers. Raises `ShellFailed`; then, and when cancelled, nothing of it runs any more."""
         try:
-            await self._learn_marks()
+            # To the end even when cancelled: killing bubblewrap before it has tied its child to its own life would leave
+            # that child waiting for ever, and only its mark lets us kill it as well.
+            await settle(self._learn_marks())
             ran = await self.run(":", START_WAIT_MS_MAX)
         except BaseException:
             await settle(self.kill())
@@ -171,7 +173,7 @@ class Shell:
             self._marks.append(own)
         if self._spawned.info_fd is None:
             return
-        told = await settle(self._read_info(self._spawned.info_fd))
+        told = await self._read_info(self._spawned.info_fd)
         if not told:
             # bubblewrap ended before it made a sandbox. Its reason stands in the pipe when its end is seen.
             await self._wait_exited(START_WAIT_MS_MAX)

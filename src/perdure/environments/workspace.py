@@ -30,6 +30,10 @@ _READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+# By a name of its own, so that a test can plant a link behind it.
+look: Final = os.lstat
+
+
 class PathRefused(Exception):
     """The path is not one in the workspace. The message says why."""
 
@@ -173,7 +177,7 @@ class _Walk:
 
     def _look(self, name: str) -> os.stat_result | None:
         try:
-            return os.lstat(name, dir_fd=self._here_fd)
+            return look(name, dir_fd=self._here_fd)
         except FileNotFoundError:
             return None
 

@@ -40,7 +40,7 @@ class AnthropicModel:
     def __init__(self, api_key: str, base_url: str | None = None) -> None:
         self._api_key = api_key
         # Always explicit: the SDK would otherwise take ANTHROPIC_BASE_URL, which points clients at this very server.
-        self._base_url = base_url or OFFICIAL_BASE_URL
+        self.base_url = base_url or OFFICIAL_BASE_URL
         self._client: AsyncAnthropic | None = None
 
     async def stream(self, request: ModelRequest) -> AsyncGenerator[ModelEvent, None]:
@@ -68,7 +68,7 @@ class AnthropicModel:
 
             self._client = anthropic.AsyncAnthropic(
                 api_key=self._api_key,
-                base_url=self._base_url,
+                base_url=self.base_url,
                 max_retries=0,  # retries are steps of ours, on record
                 timeout=httpx2.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             )

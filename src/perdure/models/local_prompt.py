@@ -18,7 +18,7 @@ CHARS_PER_TOKEN_MAX: Final = 12
 # Instructions written for large models would fill the whole context of a small one.
 SYSTEM_CHARS_MAX: Final = 3_000
 
-# Ends every system text. Without it the first word of an answer is a toss-up between languages, also for English questions.
+# Ends every system text. Without it the first word of an answer is a toss-up between languages, whatever the question's.
 GUIDANCE: Final = "You answer questions in plain English, briefly and correctly."
 
 NO_TEXT: Final = "(no text)"

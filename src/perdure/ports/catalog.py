@@ -83,11 +83,15 @@ class Catalog(Protocol):
         """A page of latest versions."""
         ...
 
-    async def read_agent_versions(self, workspace_id: UUID, agent_id: UUID, before_version: int | None, limit: int) -> list[AgentRecord]:
+    async def read_agent_versions(
+        self, workspace_id: UUID, agent_id: UUID, before_version: int | None, limit: int
+    ) -> list[AgentRecord]:
         """Versions of one agent, newest first."""
         ...
 
-    async def update_agent(self, workspace_id: UUID, agent_id: UUID, expected_version: int, body: bytes) -> AgentRecord | Refused | None:
+    async def update_agent(
+        self, workspace_id: UUID, agent_id: UUID, expected_version: int, body: bytes
+    ) -> AgentRecord | Refused | None:
         """Add a version behind `expected_version`; refused when another one came first or the agent is archived."""
         ...
 

@@ -148,6 +148,8 @@ class Advance(msgspec.Struct, frozen=True, kw_only=True):
     command_id: UUID
     lease: Lease | None = None
     outcome: StepOutcome | None = None
+    draining: bool = False
+    """The caller is on its way out: record, start nothing, and give the turn back once nothing is in flight."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,6 +211,8 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
     events: tuple[Event, ...]
     repeat: bool = False
+    span: tuple[int, int] = (0, 0)
+    """First and last sequence of the first admission, of a repeat."""
 
 
 class Created(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,8 +265,8 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 
     session_id: UUID
     events: tuple[Event, ...]
-    woken: tuple[tuple[UUID, datetime], ...]
-    """Threads with a wakeup, and when it is due."""
+    woken: tuple[tuple[UUID, int], ...]
+    """Threads with a wakeup, and in how many milliseconds it is due."""
     stopped: tuple[UUID, ...]
     """Threads with an open stop."""
     deleted: bool = False

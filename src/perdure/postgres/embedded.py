@@ -51,7 +51,7 @@ START_DEADLINE_S: Final = 120.0
 # A fast shutdown writes one checkpoint. After this PostgreSQL is told to go without it: safe, only slower to start.
 STOP_DEADLINE_S: Final = 30.0
 
-# A ready PostgreSQL answers within milliseconds; one that was told to stop is gone, and started again, after a checkpoint.
+# A ready PostgreSQL answers within milliseconds; one that was just told to stop is gone after its checkpoint.
 ANSWER_PATIENCE_S: Final = 20.0
 
 # What passes by itself: starting, stopping, crowded, cut.
@@ -251,8 +251,8 @@ async def _await_database(postgres: EmbeddedPostgres) -> None:
         except _NOT_NOW as error:
             if time.monotonic() >= until:
                 raise EmbeddedPostgresError(
-                    f"PostgreSQL (process {postgres.pid}) runs in {str(postgres.data)!r} but does not answer ({error}): "
-                    f"stop it with `kill -INT {postgres.pid}` and start again"
+                    f"PostgreSQL (process {postgres.pid}) runs in {str(postgres.data)!r} but does not answer: "
+                    f"stop it with `kill -INT {postgres.pid}` and start again ({error})"
                 ) from error
         except asyncpg.DiskFullError as error:
             raise EmbeddedPostgresError(disk_full(postgres.data)) from error

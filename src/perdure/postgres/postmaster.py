@@ -524,10 +524,10 @@ def shut_down(place: Place, patience: Patience) -> None:
 def _end(pid: int, is_alive: Callable[[], bool], patience: Patience) -> bool:
     """A fast shutdown, then an immediate one. Whether the process has ended."""
     for how in (signal.SIGINT, signal.SIGQUIT):
-        if is_alive():
+        while is_alive():
+            # Again and again: until PostgreSQL has set its handlers, a shell's background process ignores these.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, how)
-        while is_alive():
             if not patience.pause():
                 break
         else:

@@ -199,7 +199,12 @@ def test_half_a_pair_at_the_end_of_a_text_becomes_a_replacement_character() -> N
 
 async def test_blocks_of_other_kinds_come_as_they_are(server: ModelServer, model: AnthropicModel) -> None:
     native = {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}}
-    found = {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": [], "from_tomorrow": {"a": 1}}
+    found: dict[str, Any] = {
+        "type": "web_search_tool_result",
+        "tool_use_id": "srvtoolu_1",
+        "content": [],
+        "from_tomorrow": {"a": 1},
+    }
     server.enqueue(Reply(Opaque(native), Opaque(found), stop_reason="pause_turn"))
     events = await collect(model)
     assert blocks(events) == [OpaqueBlock(native), OpaqueBlock(found)]
@@ -382,7 +387,7 @@ async def test_the_environment_does_not_redirect_the_adapter(
     await collect(model)
     headers = server.requests[0].headers
     assert "sk-test" in (headers.get("x-api-key"), headers.get("authorization", "").removeprefix("Bearer "))
-    assert AnthropicModel("sk-test")._base_url == "https://api.anthropic.com"
+    assert AnthropicModel("sk-test").base_url == "https://api.anthropic.com"
 
 
 def test_importing_the_adapter_does_not_import_the_sdk() -> None:

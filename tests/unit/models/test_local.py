@@ -65,7 +65,7 @@ def exited(pid: int, deadline_s: float) -> bool:
         os.close(handle)
 
 
-@pytest.mark.parametrize("system", [None, "You are a helpful assistant."])
+@pytest.mark.parametrize("system", [None, "You are a careful engineer. Use the tools."])
 async def test_a_real_reply_names_the_capital_of_france(model: LocalModel, system: str | None) -> None:
     events = await collect(model, ask("What is the capital of France?", system=system))
     assert "Paris" in said(events)
@@ -97,11 +97,19 @@ async def test_a_history_beyond_the_context_still_gets_an_answer(model: LocalMod
     assert usage.input_tokens + usage.cache_read_input_tokens <= CONTEXT_TOKENS - 16
 
 
-async def test_three_calls_at_once_all_get_their_reply(model: LocalModel) -> None:
+def child_pids() -> set[int]:
+    return {child.pid for child in psutil.Process().children() if "perdure.models.local_child" in child.cmdline()}
+
+
+async def test_three_first_calls_at_once_share_one_child() -> None:
+    before = child_pids()
+    model = LocalModel()
     async with asyncio.TaskGroup() as group:
         calls = [group.create_task(collect(model, ask("Say hello.", max_tokens=6))) for _ in range(3)]
     assert all(said(call.result()) for call in calls)
-    assert len([child for child in psutil.Process().children() if "perdure.models.local_child" in child.cmdline()]) == 1
+    assert child_pids() - before == {model.child_pid}
+    await model.close()
+    assert child_pids() <= before
 
 
 async def test_closing_a_reply_early_leaves_the_model_usable(model: LocalModel) -> None:

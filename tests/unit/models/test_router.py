@@ -29,13 +29,13 @@ async def test_each_prefix_has_its_provider(model: str, adapter: type, name: str
     await router.close()
 
 
-async def test_a_provider_is_made_once_and_not_before_it_is_needed() -> None:
+async def test_a_provider_is_made_once_until_it_is_closed() -> None:
     router = Router(RouterSettings(anthropic_api_key="sk-test"))
-    router.check("claude-x")
-    assert not router._adapters
-    assert router.resolve("claude-x")[0] is router.resolve("anthropic/claude-y")[0]
+    first, _ = router.resolve("claude-x")
+    assert router.resolve("anthropic/claude-y")[0] is first
     await router.close()
-    assert not router._adapters
+    assert router.resolve("claude-x")[0] is not first
+    await router.close()
 
 
 @pytest.mark.parametrize("settings", [RouterSettings(), RouterSettings(anthropic_api_key="", anthropic_base_url="")])

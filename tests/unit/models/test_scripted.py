@@ -29,7 +29,7 @@ def user(text: str) -> Json:
 
 
 def called(*calls: tuple[str, str]) -> Json:
-    blocks = [{"type": "tool_use", "id": call, "name": name, "input": {}} for call, name in calls]
+    blocks: list[Json] = [{"type": "tool_use", "id": call, "name": name, "input": {}} for call, name in calls]
     return {"role": "assistant", "content": blocks}
 
 

@@ -1,0 +1,359 @@
+"""The embedded engine: a loop of `advance` and `perform` for each thread with work. It holds no policy.
+
+One runner a thread and process. A runner owns nothing but calls in flight; what they mean is decided by the ledger's answers. The
+global limit bounds runners and never changes the order within a session, because the ledger gives a thread's slot to one turn.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol
+from uuid import UUID, uuid4
+
+from perdure import telemetry
+from perdure.domain.control import STOP_GRACE_MS
+from perdure.domain.errors import Fenced, InvariantViolation, Unavailable
+from perdure.domain.step import Step
+from perdure.domain.turn import Lease
+from perdure.domain.wakeup import SWEEP_MS
+from perdure.ports.bus import Hint
+from perdure.ports.ledger import (
+    Advance,
+    Answered,
+    Committed,
+    Ledger,
+    ModelErred,
+    Perform,
+    Release,
+    Retry,
+    StepOutcome,
+    Stopped,
+    Working,
+)
+
+CONCURRENCY: Final = 64
+"""Turns in flight in one process. They wait for models, not for the processor."""
+
+DRAIN_TOOL_MS: Final = 10_000
+"""How long a drain lets a running tool finish before its outcome is lost."""
+
+SWEEP_ROWS: Final = 500
+RETRY_S: Final = 0.2
+CRASH_PAUSE_S: Final = 1.0
+"""A thread whose runner met a bug of ours rests this long, so that a bug is not a storm."""
+
+TIMER_MS_MAX: Final = 60_000
+"""Wakeups due later than this are left to the sweep."""
+
+
+class Performer(Protocol):
+    """Makes the call of a step."""
+
+    async def perform(self, step: Step, stop: asyncio.Event) -> StepOutcome:
+        """See `harnesses`."""
+        ...
+
+
+class WorkerSeat(Protocol):
+    """This process's place among the workers."""
+
+    @property
+    def id(self) -> UUID:
+        """The worker row that our turns name."""
+        ...
+
+    def may_start(self) -> bool:
+        """False when our lease may have lapsed by our own clock: then no call is started."""
+        ...
+
+
+class _Runner:
+    """One thread's calls in flight."""
+
+    def __init__(self, engine: "EmbeddedEngine", session_id: UUID, thread_id: UUID) -> None:
+        self.engine = engine
+        self.session_id = session_id
+        self.thread_id = thread_id
+        self.poked = asyncio.Event()
+        self._lease: Lease | None = None
+        self._stop = asyncio.Event()
+        self._stopped_at: float | None = None
+        self._flying: dict[asyncio.Task[StepOutcome], Step] = {}
+
+    async def run(self) -> None:
+        try:
+            answer = await self._advance(None)
+            while isinstance(answer, Perform | Working):
+                self._obey(answer)
+                answer = await self._advance(await self._next())
+        finally:
+            await self._ground(self._flying)
+
+    def _obey(self, answer: Perform | Working) -> None:
+        """Start what is to be started, stop what is to be stopped."""
+        if self._lease is None or answer.lease.turn_id != self._lease.turn_id:
+            self._stop, self._stopped_at = asyncio.Event(), None
+        self._lease = answer.lease
+        if isinstance(answer, Working):
+            if answer.stop and self._stopped_at is None:
+                self._stop.set()
+                self._stopped_at = asyncio.get_running_loop().time()
+            return
+        for step in answer.steps:
+            task = asyncio.create_task(self.engine.call(step, self._stop), name=f"step-{step.kind}")
+            self._flying[task] = step
+
+    async def _next(self) -> StepOutcome | None:
+        """Wait for an outcome, or for a reason to look again (then None)."""
+        if not self._flying:
+            self._lease = None
+            return None
+        self.poked.clear()
+        poke = asyncio.create_task(self.poked.wait())
+        try:
+            done, _ = await asyncio.wait(
+                {*self._flying, poke}, return_when=asyncio.FIRST_COMPLETED, timeout=self._grace_s()
+            )
+        finally:
+            poke.cancel()
+        finished = next((t for t in self._flying if t in done), None)
+        if finished is not None:
+            del self._flying[finished]
+            return finished.result()
+        if self._stopped_at is not None and not done:
+            self._lease = None  # the calls ignore the stop: look at the turn as a stranger, and end it over their heads
+        return None
+
+    def _grace_s(self) -> float | None:
+        if self._stopped_at is None:
+            return None
+        past = asyncio.get_running_loop().time() - self._stopped_at
+        return max(0.05, STOP_GRACE_MS / 1000 - past)
+
+    async def _advance(self, outcome: StepOutcome | None) -> Answered:
+        """One look, repeated with the same id until the ledger answers."""
+        if self.engine.draining and self._lease is not None:
+            return await self._drain(outcome)
+        return await self._ask(outcome, draining=False)
+
+    async def _ask(self, outcome: StepOutcome | None, *, draining: bool) -> Answered:
+        command = Advance(
+            session_id=self.session_id,
+            thread_id=self.thread_id,
+            worker_id=self.engine.seat.id,
+            command_id=uuid4(),
+            lease=self._lease,
+            outcome=outcome,
+            draining=draining,
+        )
+        while True:
+            try:
+                return await self.engine.ledger.advance(command)
+            except Unavailable:
+                await asyncio.sleep(RETRY_S)
+
+    async def _drain(self, outcome: StepOutcome | None) -> Answered:
+        """Let tools finish for a while, drop model calls, give the turn back."""
+        assert self._lease is not None
+        answer: Answered = (
+            await self._ask(outcome, draining=True) if outcome is not None else Working(lease=self._lease)
+        )
+        models = {t: s for t, s in self._flying.items() if s.kind == "model"}
+        await self._ground(models)
+        deadline = asyncio.get_running_loop().time() + DRAIN_TOOL_MS / 1000
+        while self._flying and isinstance(answer, Working):
+            left = deadline - asyncio.get_running_loop().time()
+            done, _ = await asyncio.wait(self._flying, return_when=asyncio.FIRST_COMPLETED, timeout=max(0.0, left))
+            if not done:
+                break
+            for task in done:
+                del self._flying[task]
+                answer = await self._ask(task.result(), draining=True)
+        lost = dict(self._flying)
+        await self._ground(self._flying)
+        for step in lost.values():
+            if isinstance(answer, Working):
+                answer = await self._ask(Stopped(step_id=step.id), draining=True)
+        if isinstance(answer, Working):
+            await self.engine.ledger.release(
+                Release(session_id=self.session_id, thread_id=self.thread_id, lease=self._lease)
+            )
+        return Fenced()
+
+    async def _ground(self, tasks: "dict[asyncio.Task[StepOutcome], Step]") -> None:
+        """Cancel calls and wait until nothing of them is left."""
+        cancelled = list(tasks)
+        for task in cancelled:
+            task.cancel()
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        for task in cancelled:
+            self._flying.pop(task, None)
+
+
+class EmbeddedEngine:
+    """Runs turns in this process."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        performer: Performer,
+        seat: WorkerSeat,
+        *,
+        concurrency: int = CONCURRENCY,
+        before_sweep: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self.seat = seat
+        self.draining = False
+        self._performer = performer
+        self._concurrency = concurrency
+        self._before_sweep = before_sweep
+        self._runners: dict[tuple[UUID, UUID], tuple[_Runner, asyncio.Task[None]]] = {}
+        self._pending: dict[tuple[UUID, UUID], None] = {}
+        self._timers: dict[tuple[UUID, UUID], asyncio.TimerHandle] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+        self._log = telemetry.logger("engine")
+
+    # ---------------------------------------------------------------------------------------------------------- hints
+
+    def committed(self, committed: Committed) -> None:
+        """A commit of this process: look where it says there is work."""
+        for thread_id, delay_ms in committed.woken:
+            self._kick_in(committed.session_id, thread_id, delay_ms)
+        for thread_id in committed.stopped:
+            self._poke(committed.session_id, thread_id)
+
+    def hinted(self, hint: Hint) -> None:
+        """A commit of another process."""
+        if hint.thread_id is None:
+            return
+        if not self._poke(hint.session_id, hint.thread_id) and not hint.stop:
+            self.kick(hint.session_id, hint.thread_id)
+
+    def kick(self, session_id: UUID, thread_id: UUID) -> None:
+        """Look at a thread, now or when there is room."""
+        key = (session_id, thread_id)
+        if self.draining:
+            return
+        if key in self._runners:
+            self._runners[key][0].poked.set()
+            self._pending.setdefault(key)
+            return
+        if len(self._runners) >= self._concurrency:
+            self._pending.setdefault(key)
+            return
+        self._pending.pop(key, None)
+        runner = _Runner(self, session_id, thread_id)
+        task = asyncio.create_task(self._supervise(runner), name=f"turn-{session_id}")
+        self._runners[key] = (runner, task)
+
+    def _poke(self, session_id: UUID, thread_id: UUID) -> bool:
+        found = self._runners.get((session_id, thread_id))
+        if found is not None:
+            found[0].poked.set()
+        return found is not None
+
+    def _kick_in(self, session_id: UUID, thread_id: UUID, delay_ms: int) -> None:
+        key = (session_id, thread_id)
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        if delay_ms <= 0:
+            self.kick(session_id, thread_id)
+        elif delay_ms <= TIMER_MS_MAX and not self.draining:
+            loop = asyncio.get_running_loop()
+            self._timers[key] = loop.call_later((delay_ms + 1) / 1000, self._on_time, key)
+
+    def _on_time(self, key: tuple[UUID, UUID]) -> None:
+        self._timers.pop(key, None)
+        self.kick(*key)
+
+    # -------------------------------------------------------------------------------------------------------- running
+
+    async def _supervise(self, runner: _Runner) -> None:
+        """A supervised loop: one thread's trouble stays its own."""
+        key = (runner.session_id, runner.thread_id)
+        try:
+            await runner.run()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            telemetry.invariant_violations.inc()
+            self._log.error("runner_failed", session=str(key[0]), error=f"{type(error).__name__}: {error}")
+            self._kick_in(*key, delay_ms=int(CRASH_PAUSE_S * 1000))
+        finally:
+            del self._runners[key]
+            self._fill()
+
+    def _fill(self) -> None:
+        """Give the freed place to who waits longest."""
+        while self._pending and len(self._runners) < self._concurrency and not self.draining:
+            key = next((k for k in self._pending if k not in self._runners), None)
+            if key is None:
+                return
+            del self._pending[key]
+            self.kick(*key)
+
+    async def call(self, step: Step, stop: asyncio.Event) -> StepOutcome:
+        """Make a step's call. A bug of ours in it is an outcome, not a silence."""
+        while not self.seat.may_start():
+            await asyncio.sleep(RETRY_S)
+        try:
+            return await self._performer.perform(step, stop)
+        except Unavailable:
+            raise
+        except (AssertionError, InvariantViolation, KeyError, ValueError, TypeError, AttributeError) as error:
+            telemetry.invariant_violations.inc()
+            self._log.error("step_failed", step=str(step.id), error=f"{type(error).__name__}: {error}")
+            if step.kind == "model":
+                return ModelErred(
+                    step_id=step.id, code="unknown_error", message="An internal error ended the call.", retryable=True
+                )
+            return Stopped(step_id=step.id)
+
+    # ---------------------------------------------------------------------------------------------------------- life
+
+    def start(self) -> None:
+        """Begin to sweep; hints come through `committed` and `hinted`."""
+        self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
+
+    async def _sweep(self) -> None:
+        """The path that is always right: what the outbox says is due, whoever forgot to say so."""
+        while True:
+            try:
+                if self._before_sweep is not None:
+                    await self._before_sweep()
+                for work in await self.ledger.read_work(SWEEP_ROWS):
+                    self.kick(work.session_id, work.thread_id)
+            except Unavailable:
+                pass
+            except Exception as error:  # noqa: BLE001  a supervised loop
+                self._log.error("sweep_failed", error=f"{type(error).__name__}: {error}")
+            await asyncio.sleep(SWEEP_MS / 1000)
+
+    def running_count(self) -> int:
+        """Threads with calls in flight."""
+        return len(self._runners)
+
+    async def drain(self) -> None:
+        """Start nothing more and give every turn back in order."""
+        self.draining = True
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        tasks = [task for _, task in self._runners.values()]
+        for runner, _ in list(self._runners.values()):
+            runner.poked.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def fence(self) -> None:
+        """Our lease is gone: drop every call at once; nothing of it may be written."""
+        tasks = [task for _, task in self._runners.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+__all__ = ["EmbeddedEngine", "Performer", "Retry", "WorkerSeat"]

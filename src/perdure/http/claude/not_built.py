@@ -1,0 +1,101 @@
+"""The methods of the anthropic SDK that are not built: each answers an error that names it, and nothing is faked."""
+
+from typing import Final
+
+from perdure.domain.errors import Refused
+from perdure.http.requests import HttpMethod
+
+NOT_BUILT: Final[tuple[tuple[HttpMethod, str, str], ...]] = (
+    ("GET", "/v1/deployment_runs", "deployment_runs.list"),
+    ("GET", "/v1/deployment_runs/{deployment_run_id}", "deployment_runs.retrieve"),
+    ("POST", "/v1/deployments", "deployments.create"),
+    ("GET", "/v1/deployments", "deployments.list"),
+    ("GET", "/v1/deployments/{deployment_id}", "deployments.retrieve"),
+    ("POST", "/v1/deployments/{deployment_id}", "deployments.update"),
+    ("POST", "/v1/deployments/{deployment_id}/archive", "deployments.archive"),
+    ("POST", "/v1/deployments/{deployment_id}/pause", "deployments.pause"),
+    ("POST", "/v1/deployments/{deployment_id}/run", "deployments.run"),
+    ("POST", "/v1/deployments/{deployment_id}/unpause", "deployments.unpause"),
+    ("POST", "/v1/dreams", "dreams.create"),
+    ("GET", "/v1/dreams", "dreams.list"),
+    ("GET", "/v1/dreams/{dream_id}", "dreams.retrieve"),
+    ("POST", "/v1/dreams/{dream_id}/archive", "dreams.archive"),
+    ("POST", "/v1/dreams/{dream_id}/cancel", "dreams.cancel"),
+    ("GET", "/v1/environments/{environment_id}/work", "environments.work.list"),
+    ("GET", "/v1/environments/{environment_id}/work/poll", "environments.work.poll"),
+    ("GET", "/v1/environments/{environment_id}/work/stats", "environments.work.stats"),
+    ("GET", "/v1/environments/{environment_id}/work/{work_id}", "environments.work.retrieve"),
+    ("POST", "/v1/environments/{environment_id}/work/{work_id}", "environments.work.update"),
+    ("POST", "/v1/environments/{environment_id}/work/{work_id}/ack", "environments.work.ack"),
+    ("POST", "/v1/environments/{environment_id}/work/{work_id}/heartbeat", "environments.work.heartbeat"),
+    ("POST", "/v1/environments/{environment_id}/work/{work_id}/stop", "environments.work.stop"),
+    ("POST", "/v1/files", "files.upload"),
+    ("GET", "/v1/files", "files.list"),
+    ("GET", "/v1/files/{file_id}", "files.retrieve_metadata"),
+    ("DELETE", "/v1/files/{file_id}", "files.delete"),
+    ("GET", "/v1/files/{file_id}/content", "files.download"),
+    ("POST", "/v1/memory_stores", "memory_stores.create"),
+    ("GET", "/v1/memory_stores", "memory_stores.list"),
+    ("GET", "/v1/memory_stores/{memory_store_id}", "memory_stores.retrieve"),
+    ("POST", "/v1/memory_stores/{memory_store_id}", "memory_stores.update"),
+    ("DELETE", "/v1/memory_stores/{memory_store_id}", "memory_stores.delete"),
+    ("POST", "/v1/memory_stores/{memory_store_id}/archive", "memory_stores.archive"),
+    ("POST", "/v1/memory_stores/{memory_store_id}/memories", "memory_stores.memories.create"),
+    ("GET", "/v1/memory_stores/{memory_store_id}/memories", "memory_stores.memories.list"),
+    ("GET", "/v1/memory_stores/{memory_store_id}/memories/{memory_id}", "memory_stores.memories.retrieve"),
+    ("POST", "/v1/memory_stores/{memory_store_id}/memories/{memory_id}", "memory_stores.memories.update"),
+    ("DELETE", "/v1/memory_stores/{memory_store_id}/memories/{memory_id}", "memory_stores.memories.delete"),
+    ("GET", "/v1/memory_stores/{memory_store_id}/memory_versions", "memory_stores.memory_versions.list"),
+    (
+        "GET",
+        "/v1/memory_stores/{memory_store_id}/memory_versions/{memory_version_id}",
+        "memory_stores.memory_versions.retrieve",
+    ),
+    (
+        "POST",
+        "/v1/memory_stores/{memory_store_id}/memory_versions/{memory_version_id}/redact",
+        "memory_stores.memory_versions.redact",
+    ),
+    ("POST", "/v1/sessions/{session_id}/resources", "sessions.resources.add"),
+    ("GET", "/v1/sessions/{session_id}/resources", "sessions.resources.list"),
+    ("GET", "/v1/sessions/{session_id}/resources/{resource_id}", "sessions.resources.retrieve"),
+    ("POST", "/v1/sessions/{session_id}/resources/{resource_id}", "sessions.resources.update"),
+    ("DELETE", "/v1/sessions/{session_id}/resources/{resource_id}", "sessions.resources.delete"),
+    ("POST", "/v1/sessions/{session_id}/threads/{thread_id}/archive", "sessions.threads.archive"),
+    ("POST", "/v1/skills", "skills.create"),
+    ("GET", "/v1/skills", "skills.list"),
+    ("GET", "/v1/skills/{skill_id}", "skills.retrieve"),
+    ("DELETE", "/v1/skills/{skill_id}", "skills.delete"),
+    ("POST", "/v1/skills/{skill_id}/versions", "skills.versions.create"),
+    ("GET", "/v1/skills/{skill_id}/versions", "skills.versions.list"),
+    ("GET", "/v1/skills/{skill_id}/versions/{version}", "skills.versions.retrieve"),
+    ("DELETE", "/v1/skills/{skill_id}/versions/{version}", "skills.versions.delete"),
+    ("GET", "/v1/skills/{skill_id}/versions/{version}/content", "skills.versions.download"),
+    ("POST", "/v1/vaults", "vaults.create"),
+    ("GET", "/v1/vaults", "vaults.list"),
+    ("GET", "/v1/vaults/{vault_id}", "vaults.retrieve"),
+    ("POST", "/v1/vaults/{vault_id}", "vaults.update"),
+    ("DELETE", "/v1/vaults/{vault_id}", "vaults.delete"),
+    ("POST", "/v1/vaults/{vault_id}/archive", "vaults.archive"),
+    ("POST", "/v1/vaults/{vault_id}/credentials", "vaults.credentials.create"),
+    ("GET", "/v1/vaults/{vault_id}/credentials", "vaults.credentials.list"),
+    ("GET", "/v1/vaults/{vault_id}/credentials/{credential_id}", "vaults.credentials.retrieve"),
+    ("POST", "/v1/vaults/{vault_id}/credentials/{credential_id}", "vaults.credentials.update"),
+    ("DELETE", "/v1/vaults/{vault_id}/credentials/{credential_id}", "vaults.credentials.delete"),
+    ("POST", "/v1/vaults/{vault_id}/credentials/{credential_id}/archive", "vaults.credentials.archive"),
+    (
+        "POST",
+        "/v1/vaults/{vault_id}/credentials/{credential_id}/mcp_oauth_validate",
+        "vaults.credentials.mcp_oauth_validate",
+    ),
+)
+"""HTTP method, path, and the SDK's name below `client.beta`."""
+
+
+def refuse_unbuilt(method: str, path: str, sdk_method: str) -> Refused:
+    """The answer to a method that is not built."""
+    return Refused(
+        "not_built",
+        "not_built",
+        f"{sdk_method} ({method} {path}) is not built in this version of Perdure. docs/compatibility.md lists what is.",
+    )

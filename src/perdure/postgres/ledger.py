@@ -1,0 +1,229 @@
+"""The ledger in PostgreSQL: writers for what changes, a small pool for what is read."""
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any, Final, TypeVar
+from uuid import UUID
+
+import msgspec
+
+from perdure.domain.barrier import Action
+from perdure.domain.errors import Fenced, InvariantViolation, Refused
+from perdure.domain.event import Event
+from perdure.domain.mailbox import Input
+from perdure.domain.session import Session, SessionConfig, Thread
+from perdure.domain.step import Step
+from perdure.domain.transcript import TranscriptEntry
+from perdure.domain.turn import Turn
+from perdure.ports.ledger import (
+    Accept,
+    Accepted,
+    Advance,
+    Answered,
+    ArchiveSession,
+    Command,
+    Committed,
+    Created,
+    CreateSession,
+    DeleteSession,
+    Done,
+    EventQuery,
+    Idle,
+    Parked,
+    Perform,
+    Release,
+    Result,
+    Retry,
+    SeenEvent,
+    SessionQuery,
+    SessionView,
+    StepInput,
+    UpdateSession,
+    Wake,
+    WithdrawInput,
+    Work,
+    Working,
+)
+from perdure.postgres.pool import ReadPool, connect
+from perdure.postgres.queries import (
+    EVENT_SQL,
+    FEED_SQL,
+    TRANSCRIPT_SQL,
+    VIEW_SQL,
+    event_filters,
+    session_filters,
+)
+from perdure.postgres.tables import read_row
+from perdure.postgres.writer import Writer
+
+R = TypeVar("R", bound=Any)
+
+WRITERS: Final = 2
+"""Writers for sessions: one decides while the other waits for the disk. More only compete for the same cores."""
+
+
+class PostgresLedger:
+    """See `perdure.ports.ledger.Ledger`."""
+
+    def __init__(
+        self,
+        url: str,
+        pool: ReadPool,
+        *,
+        on_commit: Callable[[Committed], None] = lambda _: None,
+        now: Callable[[], datetime] | None = None,
+    ) -> None:
+        async def dial() -> Any:
+            return await connect(url, application_name="perdure-writer", hot=True)
+
+        self._pool = pool
+        self._writers = [Writer(dial, on_commit, now) for _ in range(WRITERS)]
+        self._creator = Writer(dial, on_commit, now)
+
+    def start(self) -> None:
+        """Start the writers; connections are made when first used."""
+        for writer in (*self._writers, self._creator):
+            writer.start()
+
+    async def stop(self) -> None:
+        """Finish the batches in hand."""
+        for writer in (*self._writers, self._creator):
+            await writer.stop()
+
+    async def apply(self, command: Command) -> Result:
+        """Commit one command."""
+        writer = (
+            self._creator if isinstance(command, CreateSession) else self._writers[command.session_id.int % WRITERS]
+        )
+        result = await writer.submit(command)
+        if isinstance(result, Accepted) and result.repeat:
+            return msgspec.structs.replace(result, events=await self._span(command.session_id, result.span))
+        return result
+
+    async def create(self, command: CreateSession) -> Created | Refused:
+        """See `Ledger.create`."""
+        return _only(await self.apply(command), Created, Refused)
+
+    async def accept(self, command: Accept) -> Accepted | Refused:
+        """See `Ledger.accept`."""
+        return _only(await self.apply(command), Accepted, Refused)
+
+    async def advance(self, command: Advance) -> Answered:
+        """See `Ledger.advance`."""
+        return _only(await self.apply(command), Perform, Working, Parked, Retry, Idle, Fenced)
+
+    async def release(self, command: Release) -> Done | Fenced:
+        """See `Ledger.release`."""
+        return _only(await self.apply(command), Done, Fenced)
+
+    async def update(self, command: UpdateSession) -> Done | Refused:
+        """See `Ledger.update`."""
+        return _only(await self.apply(command), Done, Refused)
+
+    async def archive(self, command: ArchiveSession) -> Done | Refused:
+        """See `Ledger.archive`."""
+        return _only(await self.apply(command), Done, Refused)
+
+    async def delete(self, command: DeleteSession) -> Done | Refused:
+        """See `Ledger.delete`."""
+        return _only(await self.apply(command), Done, Refused)
+
+    async def withdraw(self, command: WithdrawInput) -> Done | Refused:
+        """See `Ledger.withdraw`."""
+        return _only(await self.apply(command), Done, Refused)
+
+    async def wake(self, command: Wake) -> Done:
+        """See `Ledger.wake`."""
+        return _only(await self.apply(command), Done)
+
+    # ----------------------------------------------------------------------------------------------------------- reads
+
+    async def read_session(self, workspace_id: UUID, session_id: UUID) -> SessionView | None:
+        """See `Ledger.read_session`."""
+        row = await self._pool.fetchrow(f"{VIEW_SQL} and s.workspace_id = $1 and s.id = $2", workspace_id, session_id)
+        return None if row is None else _view(row)
+
+    async def read_sessions(self, query: SessionQuery) -> list[SessionView]:
+        """See `Ledger.read_sessions`."""
+        where, parameters = session_filters(query)
+        order = "desc" if query.descending else "asc"
+        sql = f"{VIEW_SQL} {where} order by s.created_at {order}, s.id {order} limit {int(query.limit)}"
+        return [_view(r) for r in await self._pool.fetch(sql, *parameters)]
+
+    async def read_events(self, query: EventQuery) -> list[SeenEvent]:
+        """See `Ledger.read_events`."""
+        where, parameters = event_filters(query)
+        order = "desc" if query.descending else "asc"
+        sql = f"{EVENT_SQL} {where} order by e.seq {order} limit {int(query.limit)}"
+        return [_seen(r) for r in await self._pool.fetch(sql, *parameters)]
+
+    async def read_feed(self, session_id: UUID, after_seq: int, limit: int) -> list[SeenEvent] | None:
+        """See `Ledger.read_feed`."""
+        rows = await self._pool.fetch(FEED_SQL, session_id, after_seq, limit)
+        if rows:
+            return [_seen(r) for r in rows]
+        return None if await self.read_head(session_id) is None else []
+
+    async def read_head(self, session_id: UUID) -> int | None:
+        """See `Ledger.read_head`."""
+        sql = "select receipt_seq from session where id = $1 and state not in ('deleting', 'deleted')"
+        row = await self._pool.fetchrow(sql, session_id)
+        return None if row is None else int(row["receipt_seq"])
+
+    async def _span(self, session_id: UUID, span: tuple[int, int]) -> tuple[Event, ...]:
+        sql = f"{EVENT_SQL} where e.session_id = $1 and e.seq between $2 and $3 and e.type = 'input.received' order by e.seq"
+        return tuple(_seen(r).event for r in await self._pool.fetch(sql, session_id, *span))
+
+    async def read_transcript(self, session_id: UUID, thread_id: UUID) -> list[TranscriptEntry]:
+        """See `Ledger.read_transcript`."""
+        rows = await self._pool.fetch(TRANSCRIPT_SQL, session_id, thread_id)
+        return [read_row(TranscriptEntry, r) for r in rows]
+
+    async def read_step(self, step: Step) -> StepInput | None:
+        """See `Ledger.read_step`."""
+        sql = """
+            select c as config, u as turn, e as call
+              from session s
+              join session_config c on c.session_id = s.id
+              join turn u on u.session_id = s.id and u.id = $2
+              left join event e on e.session_id = s.id and e.seq = $3
+             where s.id = $1 and s.state not in ('deleting', 'deleted')"""
+        row = await self._pool.fetchrow(sql, step.session_id, step.turn_id, step.event_seq)
+        if row is None:
+            return None
+        call = read_row(Event, row["call"]) if step.kind == "tool" and row["call"] is not None else None
+        return StepInput(config=read_row(SessionConfig, row["config"]), turn=read_row(Turn, row["turn"]), call=call)
+
+    async def read_inputs(self, session_id: UUID, *, limit: int) -> list[Input]:
+        """See `Ledger.read_inputs`."""
+        sql = "select * from input where session_id = $1 order by seq desc limit $2"
+        return [read_row(Input, r) for r in await self._pool.fetch(sql, session_id, limit)]
+
+    async def read_actions(self, session_id: UUID) -> list[Action]:
+        """See `Ledger.read_actions`."""
+        sql = "select * from action where session_id = $1 and state = 'open' order by round, position"
+        return [read_row(Action, r) for r in await self._pool.fetch(sql, session_id)]
+
+    async def read_work(self, limit: int) -> Sequence[Work]:
+        """See `Ledger.read_work`."""
+        sql = "select session_id, thread_id from outbox where due_at <= clock_timestamp() order by due_at limit $1"
+        return [Work(r["session_id"], r["thread_id"]) for r in await self._pool.fetch(sql, limit)]
+
+
+def _view(row: Any) -> SessionView:
+    return SessionView(
+        session=read_row(Session, row["session"]),
+        config=read_row(SessionConfig, row["config"]),
+        thread=read_row(Thread, row["thread"]),
+    )
+
+
+def _seen(row: Any) -> SeenEvent:
+    referred = row["referred"]
+    return SeenEvent(read_row(Event, row["event"]), None if referred is None else read_row(Event, referred))
+
+
+def _only(result: Result, *kinds: type[R]) -> R:
+    if not isinstance(result, kinds):
+        raise InvariantViolation(f"the ledger answered {type(result).__name__}")
+    return result

@@ -1,0 +1,153 @@
+"""Writing changes: everything of a batch in one statement, each row joined to the sessions that nobody else moved.
+
+A session that is not returned was not written. Only the tables that a batch touches are part of its statement, so there are a few
+dozen forms of it, each prepared once per connection.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+from uuid import UUID
+
+from perdure.core.facts import Changes, Row
+from perdure.domain.session import Session
+from perdure.domain.submission import Submission
+from perdure.postgres.tables import BY_KIND, CHILDREN, SESSION, Table
+
+GUARD_UPDATE: Final = """
+mine as (
+    -- the rows nobody changed since we read them; never wait for one
+    select s.id from session s join unnest({ids}::uuid[], {revs}::bigint[]) as r (id, rev) on s.id = r.id and s.rev = r.rev
+     order by s.id for no key update of s skip locked),
+moved as (
+    update session s set ({columns}) = ({values})
+      from {rows} join mine on mine.id = n.id
+     where s.id = n.id returning s.id)"""
+
+GUARD_LOCKED: Final = """
+mine as (
+    -- the slow path: the caller's transaction holds these rows already
+    select s.id from session s join unnest({ids}::uuid[], {revs}::bigint[]) as r (id, rev) on s.id = r.id and s.rev = r.rev),
+moved as (
+    update session s set ({columns}) = ({values})
+      from {rows} join mine on mine.id = n.id
+     where s.id = n.id returning s.id)"""
+
+# A key that another creation took first keeps its session; ours is not made, and its command reads the facts again.
+GUARD_CREATE: Final = """
+keys as (
+    insert into submission ({sub_columns}) select {sub_values} from {sub_rows}
+    on conflict (digest) do update set ({sub_columns}) = row(excluded.*)
+     where not excluded.explicit or submission.created_at < excluded.created_at - interval '24 hours'
+    returning session_id),
+moved as (
+    insert into session ({columns}) select {values} from {rows}
+     where n.id not in (select u.id from unnest({keyed}::uuid[]) as u (id)) or n.id in (select session_id from keys)
+    returning id)"""
+
+
+class _Parameters:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def one(self) -> str:
+        self.count += 1
+        return f"${self.count}"
+
+    def rows(self, table: Table, alias: str = "n") -> str:
+        arrays = ", ".join(f"{self.one()}::{kind}[]" for _, kind in table.columns)
+        return f"unnest({arrays}) as {alias} ({', '.join(table.names)})"
+
+
+@lru_cache(maxsize=512)
+def statement(tables: tuple[str, ...], *, stamps: bool, slept: bool, create: bool, locked: bool) -> str:
+    """The text for a batch that touches these child tables. The first two parameters are the writer and its batch number."""
+    p = _Parameters()
+    writer, batch = p.one(), p.one()
+    parts = [f"turn_of_batch as (update writer set batch_no = {batch}::bigint where id = {writer}::uuid)"]
+    parts.append(_guard(p, create=create, locked=locked))
+    for table in CHILDREN:
+        if table.name in tables and not (create and table.kind is Submission):
+            parts.append(_child(p, table))
+    if stamps:
+        parts.append(
+            f"stamped as (update event e set processed_seq = n.processed_seq, processed_at = n.processed_at "
+            f"from unnest({p.one()}::uuid[], {p.one()}::bigint[], {p.one()}::bigint[], {p.one()}::timestamptz[]) "
+            "as n (session_id, seq, processed_seq, processed_at) join moved on moved.id = n.session_id "
+            "where e.session_id = n.session_id and e.seq = n.seq)"
+        )
+    if slept:
+        parts.append(
+            f"slept as (delete from outbox o using unnest({p.one()}::uuid[], {p.one()}::uuid[]) as n (session_id, thread_id) "
+            "join moved on moved.id = n.session_id where o.session_id = n.session_id and o.thread_id = n.thread_id)"
+        )
+    return "-- write_batch\nwith " + ",\n".join(parts) + "\nselect id from moved"
+
+
+def _guard(p: _Parameters, *, create: bool, locked: bool) -> str:
+    columns = ", ".join(SESSION.names)
+    values = ", ".join(f"n.{c}" for c in SESSION.names)
+    if create:
+        table = BY_KIND[Submission]
+        sub_rows = p.rows(table)
+        return GUARD_CREATE.format(
+            sub_columns=", ".join(table.names),
+            sub_values=", ".join(f"n.{c}" for c in table.names),
+            sub_rows=sub_rows,
+            columns=columns,
+            values=values,
+            rows=p.rows(SESSION),
+            keyed=p.one(),
+        )
+    form = GUARD_LOCKED if locked else GUARD_UPDATE
+    ids, revs = p.one(), p.one()
+    return form.format(ids=ids, revs=revs, columns=columns, values=values, rows=p.rows(SESSION))
+
+
+def _child(p: _Parameters, table: Table) -> str:
+    columns = ", ".join(table.names)
+    values = ", ".join(f"n.{c}" for c in table.names)
+    sql = f"{table.name}_rows as (insert into {table.name} ({columns}) select {values} from {p.rows(table)} "
+    sql += f"join moved on moved.id = n.{table.session_column}"
+    if not table.appended:
+        changed = [c for c in table.names if c not in table.key]
+        sql += f" on conflict ({', '.join(table.key)}) do update set "
+        sql += ", ".join(f"{c} = excluded.{c}" for c in changed)
+    return sql + ")"
+
+
+def compose(
+    batch: Sequence[Changes], *, writer_id: UUID, batch_no: int, create: bool = False, locked: bool = False
+) -> tuple[str, list[Any]]:
+    """The statement and its parameters for the changes of several sessions."""
+    by_table: dict[type[Row], list[Row]] = {}
+    for changes in batch:
+        for kind, rows in changes.rows.items():
+            by_table.setdefault(kind, []).extend(rows)
+    sessions = by_table.pop(Session)
+    submissions = by_table.get(Submission, [])
+    stamps = [s for c in batch for s in c.stamps]
+    slept = [(c.session_id, t) for c in batch for t in c.slept]
+    names = tuple(t.name for t in CHILDREN if by_table.get(t.kind))
+    sql = statement(names, stamps=bool(stamps), slept=bool(slept), create=create, locked=locked)
+    parameters: list[Any] = [writer_id, batch_no]
+    if create:
+        parameters += BY_KIND[Submission].arrays(submissions)
+        parameters += SESSION.arrays(sessions)
+        parameters.append([s.session_id for s in submissions if isinstance(s, Submission)])
+    else:
+        parameters += [[c.session_id for c in batch], [c.expected_rev for c in batch]]
+        parameters += SESSION.arrays(sessions)
+    for table in CHILDREN:
+        if table.name in names and not (create and table.kind is Submission):
+            parameters += table.arrays(by_table[table.kind])
+    if stamps:
+        parameters += [
+            [s.session_id for s in stamps],
+            [s.seq for s in stamps],
+            [s.processed_seq for s in stamps],
+            [s.processed_at for s in stamps],
+        ]
+    if slept:
+        parameters += [[s for s, _ in slept], [t for _, t in slept]]
+    return sql, parameters

@@ -1,0 +1,40 @@
+"""Logs and metrics. No payloads, no session ids as labels; ids may stand in log fields."""
+
+import logging
+import sys
+from typing import Any, Final
+
+from prometheus_client import Counter, Gauge, Histogram
+
+invariant_violations: Final = Counter(
+    "perdure_invariant_violations_total", "Bugs of ours that a supervised loop survived."
+)
+commits: Final = Counter("perdure_commits_total", "Sessions written, over all batches.")
+turns_running: Final = Gauge("perdure_turns_running", "Threads with calls in flight in this process.")
+step_seconds: Final = Histogram("perdure_step_seconds", "Duration of the calls of steps.", ["kind"])
+
+
+def logger(name: str) -> Any:
+    """A structured logger; fields are keyword arguments."""
+    import structlog
+
+    return structlog.get_logger(name)
+
+
+def configure(*, json: bool, level: int = logging.INFO) -> None:
+    """Send logs to standard error: JSON lines for machines, coloured text for a terminal."""
+    import structlog
+
+    renderer: Any = (
+        structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+    )
