@@ -6,6 +6,7 @@ from typing import assert_never
 from perdure.core.accept import accept
 from perdure.core.advance import advance, release
 from perdure.core.draft import Draft
+from perdure.core.facts import Facts
 from perdure.core.lifecycle import archive, create, delete, update, withdraw
 from perdure.domain.errors import Refused
 from perdure.domain.wakeup import Wakeup
@@ -31,6 +32,13 @@ def decide(draft: Draft, command: Command) -> tuple[Draft, Result]:
     tried = draft.fork()
     result = _apply(tried, command)
     return (draft, result) if isinstance(result, Refused) else (tried, result)
+
+
+def decide_alone(facts: Facts, command: Command) -> tuple[Draft, Result]:
+    """Like `decide` for the only command of its session: a draft that fails is thrown away, so nothing need be copied."""
+    draft = Draft(facts)
+    result = _apply(draft, command)
+    return (Draft(facts), result) if isinstance(result, Refused) else (draft, result)
 
 
 def _apply(draft: Draft, command: Command) -> Result:

@@ -5,11 +5,13 @@ from typing import Final
 import msgspec
 
 from perdure.domain.errors import Refused
+from perdure.http.asgi import BODY_BYTES_MAX
 from perdure.http.claude.errors import to_wire_error as to_claude_error
 from perdure.http.openai.errors import to_wire_error as to_openai_error
 from perdure.http.requests import JSON_HEADERS, Response
 from perdure.http.router import Face
 
+UNAVAILABLE: Final = 503
 RETRY_AFTER_S: Final = "1"
 """A restarted database is back within seconds."""
 
@@ -18,7 +20,7 @@ def refusal(face: Face, refused: Refused, request_id: str, *, status: int | None
     """A refusal as the face writes it; `status` replaces the one that its kind has."""
     write = to_openai_error if face == "openai" else to_claude_error
     own_status, body, headers = write(refused, request_id)
-    if own_status == 503:  # noqa: PLR2004
+    if own_status == UNAVAILABLE:
         headers = {**headers, "retry-after": RETRY_AFTER_S}
     return Response(own_status if status is None else status, body, {**JSON_HEADERS, **headers})
 
@@ -61,6 +63,20 @@ def wrong_method(face: Face, method: str, path: str, allowed: tuple[str, ...], r
     )
     answer = refusal(face, refused, request_id, status=405)
     return Response(answer.status, answer.body, {**answer.headers, "allow": ", ".join(allowed)})
+
+
+def too_large(face: Face, request_id: str) -> Response:
+    """MA-A0.12."""
+    return refusal(
+        face,
+        Refused(
+            "too_large",
+            "request_too_large",
+            f"The request body is over the limit of {BODY_BYTES_MAX // (1024 * 1024)} MB: send less at once.",
+        ),
+        request_id,
+        status=413,
+    )
 
 
 def too_slow(face: Face, request_id: str) -> Response:

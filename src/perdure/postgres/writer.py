@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, Final
 from uuid import UUID, uuid4
 
-from perdure.core.decide import committed, decide
+from perdure.core.decide import committed, decide, decide_alone
 from perdure.core.draft import Draft
 from perdure.core.facts import Changes, Facts, needs_of
 from perdure.domain.errors import InvariantViolation, Unavailable
@@ -313,12 +313,16 @@ def _decide(
 ) -> tuple[dict[UUID, Draft], dict[int, Result | Exception]]:
     """Fold the commands of each session over its facts, in order. An error of the rules fails that session's commands only."""
     drafts = {session_id: Draft(f) for session_id, f in facts.items()}
+    alone = len(facts) == len(batch)
     failed: dict[UUID, Exception] = {}
     results: dict[int, Result | Exception] = {}
     for place, pending in enumerate(batch):
         session_id = pending.command.session_id
         try:
-            drafts[session_id], results[place] = decide(drafts[session_id], pending.command)
+            if alone:
+                drafts[session_id], results[place] = decide_alone(facts[session_id], pending.command)
+            else:
+                drafts[session_id], results[place] = decide(drafts[session_id], pending.command)
         except (
             AssertionError,
             InvariantViolation,

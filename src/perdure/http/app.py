@@ -1,0 +1,375 @@
+"""The ASGI application: which face, who asks, which route, and the answer; nothing of what a face means.
+
+Plain ASGI without middleware, because each layer would cost every request and hide the stream's writes from us.
+"""
+
+import asyncio
+import os
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Final, TypeAlias
+from uuid import UUID
+
+import msgspec
+import structlog
+
+from perdure.core.auth import Authenticator
+from perdure.core.submissions import Attempt, Connection
+from perdure.domain import ids
+from perdure.domain.errors import Refused, Unavailable
+from perdure.domain.submission import SubmissionKey
+from perdure.http import admin, responses
+from perdure.http.asgi import AsgiStream, Receive, Scope, Send, read_body, read_headers, read_query, send_response
+from perdure.http.auth import authenticate
+from perdure.http.claude.not_built import NOT_BUILT
+from perdure.http.claude.not_built import refuse_unbuilt as refuse_unbuilt_claude
+from perdure.http.claude.routes import ROUTES as CLAUDE_ROUTES
+from perdure.http.metrics import CONTENT_TYPE, UNROUTED, HttpMetrics
+from perdure.http.openai.not_built import refuse_unbuilt as refuse_unbuilt_openai
+from perdure.http.requests import Request, Response, Route, StreamRoute
+from perdure.http.router import Chosen, Face, Found, Router, UnbuiltRoute, WrongMethod, choose_face
+from perdure.http.services import Services
+from perdure.ports.catalog import KeyRecord
+
+Readiness: TypeAlias = Callable[[], Awaitable[Mapping[str, str]]]
+"""Why this process is not ready: a sentence for each part that is not; empty when it is."""
+
+TRACE_FRAMES: Final = 8
+BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+
+log = structlog.get_logger("perdure.http")
+
+
+class Exchange(msgspec.Struct, frozen=True):
+    """One request on its way through the application."""
+
+    scope: Scope
+    receive: Receive
+    send: Send
+    method: str
+    path: str
+    """Percent-encoded, without a forced prefix once a face is chosen."""
+    face: Face
+    headers: dict[str, str]
+    request_id: str
+    connection: Connection | None
+    began_s: float
+
+
+class OpenStream:
+    """A stream that something other than its client may end."""
+
+    def __init__(self, scope: asyncio.Timeout) -> None:
+        self._scope: asyncio.Timeout | None = scope
+
+    def end(self) -> None:
+        """Cancel the handler, once; its clean-up runs and the answer is closed. Repeatable."""
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.reschedule(asyncio.get_running_loop().time())
+
+    def ended(self) -> None:
+        """The handler is done by itself: there is nothing to end any more."""
+        self._scope = None
+
+
+class App:
+    """One process's HTTP surface."""
+
+    def __init__(
+        self, services: Services, *, authenticator: Authenticator, metrics: HttpMetrics, readiness: Readiness
+    ) -> None:
+        self._services = services
+        self._authenticator = authenticator
+        self._metrics = metrics
+        self._readiness = readiness
+        unbuilt = [UnbuiltRoute(*row) for row in NOT_BUILT]
+        self._routers: dict[Face, Router] = {
+            "claude": Router([*CLAUDE_ROUTES, *unbuilt]),
+            "perdure": Router(admin.ROUTES),
+        }
+        self._streams: set[OpenStream] = set()
+        self._stopping = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            return
+        client = scope.get("client")
+        exchange = Exchange(
+            scope=scope,
+            receive=receive,
+            send=send,
+            method=scope["method"],
+            path=scope["raw_path"].decode("latin-1"),
+            face="claude",
+            headers=read_headers(scope),
+            request_id="req_" + ids.token(UUID(bytes=os.urandom(16))),
+            connection=(client[0], client[1]) if client else None,
+            began_s=asyncio.get_running_loop().time(),
+        )
+        self._services.submissions.request_on(exchange.connection)
+        if exchange.path in ("/healthz", "/readyz", "/metrics"):
+            await self._operate(exchange)
+            return
+        chosen = choose_face(exchange.path, exchange.headers)
+        if isinstance(chosen, Chosen):
+            await self._serve(msgspec.structs.replace(exchange, face=chosen.face, path=chosen.path))
+        else:
+            await self._answer(exchange, UNROUTED, responses.refusal_for_either(chosen, exchange.request_id))
+
+    # ------------------------------------------------------------------------------------------------------- operations
+
+    async def _operate(self, exchange: Exchange) -> None:
+        if exchange.method != "GET":
+            answer = responses.wrong_method("claude", exchange.method, exchange.path, ("GET",), exchange.request_id)
+        elif exchange.path == "/metrics":
+            answer = Response(200, self._metrics.page(), {"content-type": CONTENT_TYPE})
+        elif exchange.path == "/healthz":
+            answer = Response(200, msgspec.json.encode({"status": "ok", "version": self._services.version}))
+        else:
+            answer = await self._ready()
+        await self._answer(exchange, exchange.path, answer)
+
+    async def _ready(self) -> Response:
+        try:
+            reasons = dict(await self._readiness())
+        except Unavailable:
+            reasons = {"database": "The database can't be reached."}
+        if self._stopping:
+            reasons["process"] = "The process is stopping."
+        body = msgspec.json.encode({"status": "not_ready" if reasons else "ready", "reasons": reasons})
+        return Response(503 if reasons else 200, body)
+
+    # ----------------------------------------------------------------------------------------------------------- routes
+
+    async def _serve(self, exchange: Exchange) -> None:
+        """Authenticate, find the route, run it. Whatever goes wrong is answered in the face's envelope."""
+        route_name = UNROUTED
+        try:
+            key = await authenticate(self._authenticator, exchange.headers)
+            if isinstance(key, Refused):
+                await self._refuse(exchange, route_name, key)
+                return
+            found = self._find(exchange)
+            if isinstance(found, Response):
+                await self._answer(exchange, route_name, found)
+                return
+            route_name = found.route.template
+            await self._run(exchange, found, key)
+        except Unavailable:
+            await self._answer(exchange, route_name, responses.unavailable(exchange.face, exchange.request_id))
+        except Exception as error:  # noqa: BLE001 - the border of one request: its neighbours must not feel it
+            log_failure(exchange, route_name, error)
+            await self._answer(exchange, route_name, responses.failed(exchange.face, exchange.request_id))
+
+    def _find(self, exchange: Exchange) -> Found | Response:
+        router = self._routers.get(exchange.face)
+        if router is None:
+            refused = refuse_unbuilt_openai(exchange.method, exchange.path)
+            return responses.refusal(exchange.face, refused, exchange.request_id)
+        found = router.find(exchange.method, exchange.path)
+        if isinstance(found, WrongMethod):
+            return responses.wrong_method(
+                exchange.face, exchange.method, exchange.path, found.allowed, exchange.request_id
+            )
+        if found is None:
+            refused = Refused(
+                "not_found", "not_found_error", f"Nothing is served at {exchange.method} {exchange.path}."
+            )
+            return responses.refusal(exchange.face, refused, exchange.request_id)
+        if isinstance(found.route, UnbuiltRoute):
+            refused = refuse_unbuilt_claude(exchange.method, exchange.path, found.route.sdk_method)
+            return responses.refusal(exchange.face, refused, exchange.request_id)
+        return found
+
+    async def _run(self, exchange: Exchange, found: Found, key: KeyRecord) -> None:
+        route = found.route
+        assert not isinstance(route, UnbuiltRoute)
+        request = await self._read(exchange, found, key)
+        if request is None:
+            return
+        if isinstance(request, Response):
+            await self._answer(exchange, route.template, request)
+        elif isinstance(route, StreamRoute):
+            await self._run_stream(exchange, route, request)
+        elif route.submits_once:
+            await self._run_once(exchange, route, request)
+        else:
+            await self._conclude(exchange, route, await route.handler(self._services, request))
+
+    async def _read(self, exchange: Exchange, found: Found, key: KeyRecord) -> Request | Response | None:
+        """The request as handlers get it; or the answer that it gets instead; or None when the client is gone."""
+        query = read_query(exchange.scope)
+        if query is None:
+            refused = Refused("invalid", "invalid_request_error", "The query has too many parameters.")
+            return responses.refusal(exchange.face, refused, exchange.request_id)
+        body: bytes = b""
+        if exchange.method in BODY_METHODS:
+            read = await read_body(exchange.receive, exchange.headers)
+            if isinstance(read, str):
+                return None if read == "gone" else self._body_fault(exchange, read)
+            body = read
+        return Request(
+            method=exchange.method,
+            path=exchange.path,
+            params=found.params,
+            query=query,
+            headers=exchange.headers,
+            body=body,
+            workspace_id=key.workspace_id,
+            key_id=key.id,
+            submission=None,
+            request_id=exchange.request_id,
+        )
+
+    def _body_fault(self, exchange: Exchange, fault: str) -> Response:
+        if fault == "too_slow":
+            return responses.too_slow(exchange.face, exchange.request_id)
+        return responses.too_large(exchange.face, exchange.request_id)
+
+    async def _run_once(self, exchange: Exchange, route: Route, request: Request) -> None:
+        """A route that recognises repeats: between `enter` and `leave`, equal retries wait."""
+        submissions = self._services.submissions
+        key = self._identify(request)
+        if isinstance(key, Refused):
+            await self._refuse(exchange, route.template, key)
+            return
+        attempt, key = await submissions.enter(key)
+        stored = True
+        try:
+            outcome = await route.handler(self._services, msgspec.structs.replace(request, submission=key))
+            stored = isinstance(outcome, Response)
+        except Unavailable:
+            stored = False
+            raise
+        finally:
+            # After any other failure it may or may not be stored; then it counts as stored and unanswered.
+            submissions.leave(attempt, stored=stored)
+        self._metrics.admissions.labels(route.template, "accepted" if stored else "refused").inc()
+        await self._conclude(exchange, route, outcome, attempt if stored else None)
+
+    def _identify(self, request: Request) -> SubmissionKey | Refused:
+        return self._services.submissions.identify(
+            key_id=request.key_id,
+            method=request.method,
+            route=request.path,
+            body=request.body,
+            idempotency_key=request.headers.get("idempotency-key"),
+            retry_count=request.headers.get("x-stainless-retry-count"),
+        )
+
+    # ---------------------------------------------------------------------------------------------------------- answers
+
+    async def _conclude(
+        self, exchange: Exchange, route: Route, outcome: Response | Refused, attempt: Attempt | None = None
+    ) -> None:
+        if isinstance(outcome, Refused):
+            await self._refuse(exchange, route.template, outcome)
+            return
+        await self._answer(exchange, route.template, outcome)
+        if attempt is not None:
+            self._services.submissions.written(attempt, exchange.connection)
+
+    async def _refuse(self, exchange: Exchange, route_name: str, refused: Refused) -> None:
+        await self._answer(exchange, route_name, responses.refusal(exchange.face, refused, exchange.request_id))
+
+    async def _answer(self, exchange: Exchange, route_name: str, response: Response) -> None:
+        await send_response(exchange.send, response, exchange.request_id)
+        took_s = asyncio.get_running_loop().time() - exchange.began_s
+        self._metrics.answered(exchange.method, route_name, response.status, took_s)
+
+    # ---------------------------------------------------------------------------------------------------------- streams
+
+    async def _run_stream(self, exchange: Exchange, route: StreamRoute, request: Request) -> None:
+        """Run a stream until its handler is done, the client goes, the key is revoked, or the process stops."""
+        if self._stopping:
+            raise Unavailable
+        stream = AsgiStream(exchange.send, exchange.request_id)
+        refused: Refused | None = None
+        async with asyncio.TaskGroup() as group:
+            try:
+                # Not a deadline: a handle by which others end the handler, and only the handler.
+                async with asyncio.timeout(None) as scope:
+                    handle = OpenStream(scope)
+                    watcher = group.create_task(self._watch_peer(exchange.receive, stream, handle))
+                    refused = await self._attend(route, request, stream, handle)
+            except (TimeoutError, ConnectionError):
+                pass
+            except Unavailable:
+                refused = Refused("unavailable", "unavailable", "The database can't be reached right now. Try again.")
+            except Exception as error:  # noqa: BLE001 - as in `_serve`; here to keep the group from wrapping it
+                log_failure(exchange, route.template, error)
+                if not stream.started:
+                    await self._answer(
+                        exchange, route.template, responses.failed(exchange.face, exchange.request_id)
+                    )
+            watcher.cancel()
+        await self._close_stream(exchange, route, stream, refused)
+
+    async def _attend(
+        self, route: StreamRoute, request: Request, stream: AsgiStream, handle: OpenStream
+    ) -> Refused | None:
+        self._streams.add(handle)
+        self._metrics.open_streams.inc()
+        watch = self._authenticator.watch(request.key_id, self._on_revoked(handle))
+        try:
+            return await route.handler(self._services, request, stream)
+        finally:
+            handle.ended()
+            watch.close()
+            self._streams.discard(handle)
+            self._metrics.open_streams.dec()
+
+    def _on_revoked(self, handle: OpenStream) -> Callable[[], None]:
+        def end() -> None:
+            self._metrics.revoked_streams.inc()
+            handle.end()
+
+        return end
+
+    async def _watch_peer(self, receive: Receive, stream: AsgiStream, handle: OpenStream) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        stream.lose()
+        handle.end()
+
+    async def _close_stream(
+        self, exchange: Exchange, route: StreamRoute, stream: AsgiStream, refused: Refused | None
+    ) -> None:
+        if refused is not None and not stream.started:
+            await self._refuse(exchange, route.template, refused)
+            return
+        if not stream.started:
+            return
+        self._metrics.answered(exchange.method, route.template, 200, None)
+        try:
+            await stream.finish()
+        except ConnectionError:
+            pass
+
+    def end_streams(self) -> None:
+        """End every open stream and refuse new ones: the process stops, and clients come back to another."""
+        self._stopping = True
+        for handle in list(self._streams):
+            handle.end()
+
+
+def log_failure(exchange: Exchange, route_name: str, error: Exception) -> None:
+    """Where our own bug is, without a byte of the request: the message of an exception may quote it."""
+    frames = traceback.extract_tb(error.__traceback__)[-TRACE_FRAMES:]
+    log.error(
+        "request_failed",
+        request_id=exchange.request_id,
+        method=exchange.method,
+        route=route_name,
+        error=type(error).__name__,
+        at=[f"{frame.filename.rpartition('/perdure/')[2]}:{frame.lineno} {frame.name}" for frame in frames],
+    )
+
+
+def create_app(
+    services: Services, *, authenticator: Authenticator, metrics: HttpMetrics, readiness: Readiness
+) -> App:
+    """The application of one process. `authenticator.run()` must run beside it, or revoked keys keep their streams."""
+    return App(services, authenticator=authenticator, metrics=metrics, readiness=readiness)

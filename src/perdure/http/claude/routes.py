@@ -1,0 +1,19 @@
+"""All routes of this face, and the methods of the SDK that they serve."""
+
+from typing import Final
+
+from perdure.http.claude import agents, environments, events, sessions, stream
+from perdure.http.requests import AnyRoute
+
+ROUTES: Final[tuple[AnyRoute, ...]] = (
+    *agents.ROUTES,
+    *environments.ROUTES,
+    *sessions.ROUTES,
+    *events.ROUTES,
+    *stream.ROUTES,
+)
+
+CLIENT_SIDE: Final = ("sessions.events.tool_runner",)
+"""Methods of the SDK that only call others, all of them served."""
+
+SERVED_METHODS: Final[tuple[str, ...]] = (*sorted(route.sdk_method for route in ROUTES), *CLIENT_SIDE)

@@ -1,0 +1,114 @@
+"""The server of one process: uvicorn on one listening socket, started and stopped by its owner, signals left to its owner."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+from typing import Final
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from perdure.http.app import App
+
+BACKLOG: Final = 4096
+"""Connections that wait for an accept while the process is busy; a burst of agents opens some thousands at once."""
+
+KEEP_ALIVE_S: Final = 75
+"""Longer than the pools of the SDKs keep an idle connection: so it is the client that closes, and none of its requests meets a closed
+socket."""
+
+GRACE_S: Final = 10
+UNACKNOWLEDGED_MS_MAX: Final = 20_000
+"""The kernel gives up a peer that acknowledges nothing for this long: a stuck reader must not hold its buffer for a quarter of an hour."""
+
+START_DEADLINE_S: Final = 10.0
+STOP_MARGIN_S: Final = 2.0
+
+
+class _Protocol(HttpToolsProtocol):
+    """Bounds how long a dead peer is kept."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Set the kernel's own deadline on the connection."""
+        raw: socket.socket | None = transport.get_extra_info("socket")
+        if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS_MAX)
+        super().connection_made(transport)
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without signal handlers: who starts the process decides what ends it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Capture none."""
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one. Raises OSError when the address can't be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class HttpServer:
+    """Serves one application on one socket. `start`, then `stop`, each once."""
+
+    def __init__(self, app: App, *, host: str = "127.0.0.1", port: int = 0, listener: socket.socket | None = None) -> None:
+        self._app = app
+        self._host = host
+        self._port = port
+        self._listener = listener
+        self._server: _Uvicorn | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listen and serve; returns the port. When it returns, connections are answered."""
+        assert self._serving is None, "a server starts once"
+        listener = self._listener or listen(self._host, self._port)
+        config = uvicorn.Config(
+            self._app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        self._server = _Uvicorn(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http-server")
+        async with asyncio.timeout(START_DEADLINE_S):
+            while not self._server.started:
+                if self._serving.done():
+                    await self._serving
+                    raise RuntimeError("The HTTP server ended before it was ready.")
+                await asyncio.sleep(0.005)
+        return int(listener.getsockname()[1])
+
+    async def stop(self, grace_s: float = GRACE_S) -> None:
+        """Accept nothing more, end the streams, let requests in flight finish for `grace_s`, then cut them off. Repeatable."""
+        server, serving = self._server, self._serving
+        if server is None or serving is None:
+            return
+        server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self._app.end_streams()
+        server.should_exit = True
+        try:
+            async with asyncio.timeout(grace_s + STOP_MARGIN_S):
+                await asyncio.shield(serving)
+        except TimeoutError:
+            server.force_exit = True
+            await serving
