@@ -206,3 +206,45 @@ class _Parts:
             self.notify.publish(
                 Hint(session_id=committed.session_id, thread_id=stopped or thread, stop=stopped is not None)
             )
+
+    async def start(self, *, api: bool, worker: bool) -> Server:
+        """Start what this process does."""
+        self.ledger.start()
+        server = Server(url=None, database_url=self.url, api_key=await self.ensure_credentials() if api else None)
+        if self.notify is not None:
+            self.notify.on_hint(self.feeds.hinted)
+            await self.notify.start()
+        self.bus.on_preview(self.feeds.preview)
+        if worker:
+            await self.start_worker()
+        if api:
+            server.url = await self.start_api(server)
+        if worker:
+            server.on_close(self.stop_worker)
+        server.on_close(self.stop)
+        self.spawn(self._housekeep())
+        if server.url is not None and server.api_key is not None:
+            write_credentials(self.settings.data, server)
+        return server
+
+    def spawn(self, work: Any) -> None:
+        """A background loop that `stop` ends."""
+        self.tasks.append(asyncio.create_task(work))
+
+    async def ensure_credentials(self) -> str:
+        """A key of the default workspace: the one in the credentials file if it still works, else a new one."""
+        workspaces = await self.catalog.read_workspaces()
+        found = next((w for w in workspaces if w.name == DEFAULT_WORKSPACE), None)
+        if found is None:
+            made = await self.catalog.create_workspace(UUID(bytes=os.urandom(16)), DEFAULT_WORKSPACE)
+            workspaces = await self.catalog.read_workspaces()
+            found = next(w for w in workspaces if w.name == DEFAULT_WORKSPACE)
+            self.log.info("workspace_created", workspace=str(found.id), by_us=not isinstance(made, type(None)))
+        known = read_credentials(self.settings.data).get("api_key")
+        if isinstance(known, str):
+            record = await self.catalog.find_key(digest_of(known))
+            if record is not None and record.revoked_at is None and record.workspace_id == found.id:
+                return known
+        key = make_key(secrets.token_bytes(32))
+        await self.catalog.create_key(UUID(bytes=os.urandom(16)), found.id, "first key", key.digest, key.hint)
+        return key.secret

@@ -168,15 +168,22 @@ def _dispatch(draft: Draft, turn: Turn, steps: tuple[Step, ...]) -> Answered:
     starting = decide_dispatch(steps, PARALLEL_TOOLS_MAX)
     if not starting:
         return Working(lease=_lease(turn))
-    marked = tuple(
-        msgspec.structs.replace(s, state="dispatched", attempt_no=turn.attempt_no, dispatched_at=draft.now)
-        for s in starting
-    )
-    for step in marked:
-        draft.put(step)
+    marked = tuple(_mark(draft, turn, s) for s in starting)
     if not turn.charged:
         draft.change_turn(turn.id, charged=True, charge=turn.charge + 1)
     return Perform(lease=_lease(turn), steps=marked)
+
+
+def _mark(draft: Draft, turn: Turn, step: Step) -> Step:
+    """Dispatched, before the call is made; a model step's span opens here."""
+    seq = step.event_seq
+    if step.kind == "model":
+        seq = draft.emit("step.model.started", thread_id=turn.thread_id, turn_id=turn.id, step_id=step.id).seq
+    marked = msgspec.structs.replace(
+        step, state="dispatched", attempt_no=turn.attempt_no, dispatched_at=draft.now, event_seq=seq
+    )
+    draft.put(marked)
+    return marked
 
 
 def _park(draft: Draft, turn: Turn) -> Answered:

@@ -51,11 +51,10 @@ def record(draft: Draft, turn: Turn, outcome: StepOutcome) -> None:
 
 
 def start_model(draft: Draft, turn: Turn, *, ordinal: int, try_no: int, failures: int) -> None:
-    """Prepare a try of a model step and open its span."""
+    """Prepare a try of a model step. Its span opens when it is dispatched, which may be a retry's delay later."""
     if ordinal != turn.round:
         draft.change_turn(turn.id, round=ordinal)
     step_id = ids.derived(turn.id, "step", ordinal, 0, try_no)
-    event = draft.emit("step.model.started", thread_id=turn.thread_id, turn_id=turn.id, step_id=step_id)
     draft.put(
         Step(
             session_id=turn.session_id,
@@ -73,7 +72,7 @@ def start_model(draft: Draft, turn: Turn, *, ordinal: int, try_no: int, failures
             on_lost="repeat",
             serial=False,
             item_id=None,
-            event_seq=event.seq,
+            event_seq=0,
             attempt_no=turn.attempt_no,
             dispatched_at=None,
             settled_at=None,

@@ -159,8 +159,10 @@ def close_tool(draft: Draft, turn: Turn, step: Step, text: str) -> None:
 
 
 def end_model_step(draft: Draft, turn: Turn, step: Step, snap: StepSnap, *, state: Literal["done", "failed"]) -> None:
-    """Close a model step and the span that its start opened."""
+    """Close a model step and the span that its dispatch opened; one that was never dispatched has none."""
     draft.put(msgspec.structs.replace(step, state=state, settled_at=draft.now))
+    if step.dispatched_at is None:
+        return
     draft.emit(
         "step.model.ended",
         thread_id=turn.thread_id,

@@ -28,11 +28,11 @@ STATUS_OF_PHASE: Final[Mapping[PhaseName, SessionStatus]] = {
 
 FOLLOWED_BY: Final[Mapping[SessionStatus, frozenset[SessionStatus]]] = {
     "idle": frozenset({"idle", "running", "terminated"}),
-    "running": frozenset({"idle", "running", "rescheduling", "terminated"}),
-    "rescheduling": frozenset({"idle", "running", "rescheduling", "terminated"}),
+    "running": frozenset({"idle", "rescheduling", "terminated"}),
+    "rescheduling": frozenset({"idle", "running", "terminated"}),
     "terminated": frozenset(),
 }
-"""Idle follows idle when some of several required actions were answered; running never follows running (`may_follow`)."""
+"""Idle follows idle when some of several required actions were answered, or an input was withdrawn."""
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ def may_follow(before: SessionStatus, after: SessionStatus) -> bool:
 
     MA-B6.1: only these steps happen. MA-B3.5: running is said once for a run of activity. MA-B6.6: nothing follows terminated.
     """
-    return after in FOLLOWED_BY[before] and not before == after == "running"
+    return after in FOLLOWED_BY[before]
 
 
 class Activity(msgspec.Struct, frozen=True, kw_only=True):

@@ -41,7 +41,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Shares the session's one shell: such calls of a turn run one after the other."""
     item_id: UUID | None
     event_seq: int
-    """The event that carries what to do: `item.opened` of a call, `step.model.started` of a model step."""
+    """The event that carries what to do: `item.opened` of a call, `step.model.started` of a model step (0 before it is dispatched)."""
     attempt_no: int
     dispatched_at: datetime | None
     settled_at: datetime | None

@@ -228,10 +228,15 @@ def _erred(step: Step, failed: ModelFailed) -> ModelErred:
 
 
 def _effort(agent: dict[str, Any]) -> str | None:
-    effort = agent["model"].get("effort")
-    return effort.get("type") if isinstance(effort, dict) else effort
+    effort: Any = agent["model"].get("effort")
+    if isinstance(effort, dict):
+        level: Any = effort.get("type")  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        return str(level)  # pyright: ignore[reportUnknownArgumentType]
+    return effort
 
 
 def _networked(environment: dict[str, Any]) -> bool:
-    networking = environment.get("networking") or {}
-    return networking.get("type", "unrestricted") == "unrestricted" if environment else False
+    """Whether tools may use the network: what the session's environment says; without one they may not."""
+    config: dict[str, Any] = environment.get("config") or {}
+    networking: dict[str, Any] = config.get("networking") or {}
+    return networking.get("type") == "unrestricted"

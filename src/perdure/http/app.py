@@ -4,6 +4,7 @@ Plain ASGI without middleware, because each layer would cost every request and h
 """
 
 import asyncio
+import contextlib
 import os
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -37,6 +38,9 @@ Readiness: TypeAlias = Callable[[], Awaitable[Mapping[str, str]]]
 TRACE_FRAMES: Final = 8
 BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
+UNAVAILABLE: Final = Refused("unavailable", "unavailable", "The stream can't be served right now: open it again.")
+FAILED: Final = Refused("unavailable", "internal_error", "The server failed on this request.")
+
 log = structlog.get_logger("perdure.http")
 
 
@@ -59,17 +63,23 @@ class Exchange(msgspec.Struct, frozen=True):
 class OpenStream:
     """A stream that something other than its client may end."""
 
-    def __init__(self, scope: asyncio.Timeout) -> None:
-        self._scope: asyncio.Timeout | None = scope
+    def __init__(self) -> None:
+        self._scope: asyncio.Timeout | None = None
+        self.was_ended = False
+
+    def bind(self, scope: asyncio.Timeout) -> None:
+        """The handler runs in this scope: not a deadline, but a way to end it, and only it."""
+        self._scope = scope
 
     def end(self) -> None:
         """Cancel the handler, once; its clean-up runs and the answer is closed. Repeatable."""
         scope, self._scope = self._scope, None
         if scope is not None:
+            self.was_ended = True
             scope.reschedule(asyncio.get_running_loop().time())
 
-    def ended(self) -> None:
-        """The handler is done by itself: there is nothing to end any more."""
+    def release(self) -> None:
+        """The handler is done: there is nothing to end any more."""
         self._scope = None
 
 
@@ -174,9 +184,7 @@ class App:
                 exchange.face, exchange.method, exchange.path, found.allowed, exchange.request_id
             )
         if found is None:
-            refused = Refused(
-                "not_found", "not_found_error", f"Nothing is served at {exchange.method} {exchange.path}."
-            )
+            refused = Refused("not_found", "unknown_path", f"Nothing is served at {exchange.method} {exchange.path}.")
             return responses.refusal(exchange.face, refused, exchange.request_id)
         if isinstance(found.route, UnbuiltRoute):
             refused = refuse_unbuilt_claude(exchange.method, exchange.path, found.route.sdk_method)
@@ -286,37 +294,35 @@ class App:
         if self._stopping:
             raise Unavailable
         stream = AsgiStream(exchange.send, exchange.request_id)
-        refused: Refused | None = None
+        handle = OpenStream()
         async with asyncio.TaskGroup() as group:
-            try:
-                # Not a deadline: a handle by which others end the handler, and only the handler.
-                async with asyncio.timeout(None) as scope:
-                    handle = OpenStream(scope)
-                    watcher = group.create_task(self._watch_peer(exchange.receive, stream, handle))
-                    refused = await self._attend(route, request, stream, handle)
-            except (TimeoutError, ConnectionError):
-                pass
-            except Unavailable:
-                refused = Refused("unavailable", "unavailable", "The database can't be reached right now. Try again.")
-            except Exception as error:  # noqa: BLE001 - as in `_serve`; here to keep the group from wrapping it
-                log_failure(exchange, route.template, error)
-                if not stream.started:
-                    await self._answer(
-                        exchange, route.template, responses.failed(exchange.face, exchange.request_id)
-                    )
+            watcher = group.create_task(self._watch_peer(exchange.receive, stream, handle))
+            refused = await self._attend(exchange, route, request, stream, handle)
             watcher.cancel()
         await self._close_stream(exchange, route, stream, refused)
 
     async def _attend(
-        self, route: StreamRoute, request: Request, stream: AsgiStream, handle: OpenStream
+        self, exchange: Exchange, route: StreamRoute, request: Request, stream: AsgiStream, handle: OpenStream
     ) -> Refused | None:
+        """Run the handler; what it raises becomes what its client is told. Only cancellation passes."""
         self._streams.add(handle)
         self._metrics.open_streams.inc()
         watch = self._authenticator.watch(request.key_id, self._on_revoked(handle))
         try:
-            return await route.handler(self._services, request, stream)
+            async with asyncio.timeout(None) as scope:
+                handle.bind(scope)
+                return await route.handler(self._services, request, stream)
+        except ConnectionError:
+            return None
+        except Unavailable:
+            return UNAVAILABLE
+        except Exception as error:  # noqa: BLE001 - the border of one request, as in `_serve`
+            if handle.was_ended:
+                return UNAVAILABLE
+            log_failure(exchange, route.template, error)
+            return FAILED
         finally:
-            handle.ended()
+            handle.release()
             watch.close()
             self._streams.discard(handle)
             self._metrics.open_streams.dec()
@@ -337,16 +343,14 @@ class App:
     async def _close_stream(
         self, exchange: Exchange, route: StreamRoute, stream: AsgiStream, refused: Refused | None
     ) -> None:
-        if refused is not None and not stream.started:
+        if stream.started:
+            self._metrics.answered(exchange.method, route.template, 200, None)
+            with contextlib.suppress(ConnectionError):
+                await stream.finish()
+        elif refused is FAILED:
+            await self._answer(exchange, route.template, responses.failed(exchange.face, exchange.request_id))
+        elif refused is not None:
             await self._refuse(exchange, route.template, refused)
-            return
-        if not stream.started:
-            return
-        self._metrics.answered(exchange.method, route.template, 200, None)
-        try:
-            await stream.finish()
-        except ConnectionError:
-            pass
 
     def end_streams(self) -> None:
         """End every open stream and refuse new ones: the process stops, and clients come back to another."""
@@ -368,8 +372,6 @@ def log_failure(exchange: Exchange, route_name: str, error: Exception) -> None:
     )
 
 
-def create_app(
-    services: Services, *, authenticator: Authenticator, metrics: HttpMetrics, readiness: Readiness
-) -> App:
+def create_app(services: Services, *, authenticator: Authenticator, metrics: HttpMetrics, readiness: Readiness) -> App:
     """The application of one process. `authenticator.run()` must run beside it, or revoked keys keep their streams."""
     return App(services, authenticator=authenticator, metrics=metrics, readiness=readiness)

@@ -25,9 +25,11 @@ def read_secret(headers: Mapping[str, str]) -> str | Refused:
     bearer = authorization[len(_BEARER) :].strip() if authorization[: len(_BEARER)].lower() == _BEARER else ""
     own = headers.get("x-api-key", "").strip()
     if bearer and own and bearer != own:
-        return _unauthenticated("Authorization and x-api-key carry different keys: send one of them.")
+        return _unauthenticated("two_api_keys", "Authorization and x-api-key carry different keys: send one of them.")
     if not bearer and not own:
-        return _unauthenticated("No API key: send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'.")
+        return _unauthenticated(
+            "no_api_key", "No API key: send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'."
+        )
     return bearer or own
 
 
@@ -38,17 +40,19 @@ async def authenticate(authenticator: Authenticator, headers: Mapping[str, str])
         return secret
     record = await authenticator.authenticate(secret)
     if record is None:
-        return _unauthenticated("The API key is unknown or revoked: check it, or make one with 'perdure keys create'.")
+        return _unauthenticated(
+            "unknown_api_key", "The API key is unknown or revoked: check it, or make one with 'perdure keys create'."
+        )
     named = headers.get(WORKSPACE_HEADER)
     if named is not None and named != workspace_wire_id(record.workspace_id):
         return Refused(
             "forbidden",
-            "permission_error",
+            "workspace_mismatch",
             f"{WORKSPACE_HEADER}: must be left out or name the workspace of the key.",
             WORKSPACE_HEADER,
         )
     return record
 
 
-def _unauthenticated(message: str) -> Refused:
-    return Refused("unauthenticated", "authentication_error", message)
+def _unauthenticated(code: str, message: str) -> Refused:
+    return Refused("unauthenticated", code, message)

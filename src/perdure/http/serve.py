@@ -64,7 +64,9 @@ def listen(host: str, port: int) -> socket.socket:
 class HttpServer:
     """Serves one application on one socket. `start`, then `stop`, each once."""
 
-    def __init__(self, app: App, *, host: str = "127.0.0.1", port: int = 0, listener: socket.socket | None = None) -> None:
+    def __init__(
+        self, app: App, *, host: str = "127.0.0.1", port: int = 0, listener: socket.socket | None = None
+    ) -> None:
         self._app = app
         self._host = host
         self._port = port

@@ -66,9 +66,8 @@ def statement(tables: tuple[str, ...], *, stamps: bool, slept: bool, create: boo
     writer, batch = p.one(), p.one()
     parts = [f"turn_of_batch as (update writer set batch_no = {batch}::bigint where id = {writer}::uuid)"]
     parts.append(_guard(p, create=create, locked=locked))
-    for table in CHILDREN:
-        if table.name in tables and not (create and table.kind is Submission):
-            parts.append(_child(p, table))
+    touched = [t for t in CHILDREN if t.name in tables and not (create and t.kind is Submission)]
+    parts += [_child(p, table) for table in touched]
     if stamps:
         parts.append(
             f"stamped as (update event e set processed_seq = n.processed_seq, processed_at = n.processed_at "

@@ -217,7 +217,7 @@ class Writer:
         """One statement, one commit. When it fails as a whole, its halves are tried, down to the one that is the cause."""
         try:
             return await self._execute(connection, changed, locked=False)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  whatever it was, the halves find whose it is
             if is_lost(error):
                 if await self._was_committed():
                     return {c.session_id for c in changed}
