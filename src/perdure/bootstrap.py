@@ -5,9 +5,9 @@ import contextlib
 import json
 import os
 import secrets
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ import msgspec
 
 from perdure import telemetry
 from perdure.bus.inprocess import InProcessBus
-from perdure.core.auth import Authenticator, make_key
+from perdure.core.auth import Authenticator, digest_of, make_key
 from perdure.core.feed import Feeds
 from perdure.core.submissions import Submissions
 from perdure.domain import ids
@@ -26,11 +26,16 @@ from perdure.engines.embedded import EmbeddedEngine
 from perdure.environments.local import LocalEnvironment
 from perdure.environments.tools import TOOL_DEFINITIONS
 from perdure.harnesses.loop import LoopPerformer
+from perdure.http.app import App
+from perdure.http.metrics import HttpMetrics
+from perdure.http.serve import HttpServer
+from perdure.http.services import Services
 from perdure.models.router import Router, RouterSettings
 from perdure.ports.bus import Bus, Hint
 from perdure.ports.catalog import Catalog
 from perdure.ports.ledger import Committed, Wake
-from perdure.postgres import housekeeping, migrate as migrations
+from perdure.postgres import housekeeping
+from perdure.postgres import migrate as migrations
 from perdure.postgres.catalog import PostgresCatalog
 from perdure.postgres.embedded import EmbeddedPostgres, start_embedded
 from perdure.postgres.ledger import PostgresLedger
@@ -89,7 +94,7 @@ class Server:
 
 
 @asynccontextmanager
-async def open_database(settings: Settings) -> AsyncIterator[tuple[str, EmbeddedPostgres | None]]:
+async def open_database(settings: Settings) -> AsyncGenerator[tuple[str, EmbeddedPostgres | None]]:
     """The database's URL, migrated; an embedded PostgreSQL is started, kept alive and, if nobody else needs it, stopped."""
     embedded: EmbeddedPostgres | None = None
     reviving: asyncio.Task[None] | None = None
@@ -141,7 +146,7 @@ async def migrate(settings: Settings) -> list[str]:
 
 
 @asynccontextmanager
-async def open_catalog(settings: Settings) -> AsyncIterator[Catalog]:
+async def open_catalog(settings: Settings) -> AsyncGenerator[Catalog]:
     """Database and catalog alone, for the verbs that manage keys and workspaces."""
     async with open_database(settings) as (url, _):
         pool = ReadPool(url)
@@ -154,7 +159,7 @@ async def open_catalog(settings: Settings) -> AsyncIterator[Catalog]:
 @asynccontextmanager
 async def open_server(
     settings: Settings, *, api: bool, worker: bool, on_ready: Callable[[], None] | None = None
-) -> AsyncIterator[Server]:
+) -> AsyncGenerator[Server]:
     """Run the parts of a process that `api` and `worker` ask for, until the context ends."""
     telemetry.configure(json=settings.log_json)
     async with open_database(settings) as (url, _):
@@ -188,7 +193,8 @@ class _Parts:
         self.environment = LocalEnvironment(
             settings.data.resolve() / "workspaces", unsafe_no_sandbox=settings.unsafe_no_sandbox
         )
-        self.workers: Workers | None = None
+        self.workers = Workers(url, self.pool, on_lost=self._seat_lost)
+        self.submissions = Submissions(self.process)
         self.engine: EmbeddedEngine | None = None
         self.tasks: list[asyncio.Task[None]] = []
         self.reap = asyncio.Event()
@@ -236,15 +242,205 @@ class _Parts:
         workspaces = await self.catalog.read_workspaces()
         found = next((w for w in workspaces if w.name == DEFAULT_WORKSPACE), None)
         if found is None:
-            made = await self.catalog.create_workspace(UUID(bytes=os.urandom(16)), DEFAULT_WORKSPACE)
+            await self.catalog.create_workspace(new_id(), DEFAULT_WORKSPACE)
             workspaces = await self.catalog.read_workspaces()
             found = next(w for w in workspaces if w.name == DEFAULT_WORKSPACE)
-            self.log.info("workspace_created", workspace=str(found.id), by_us=not isinstance(made, type(None)))
         known = read_credentials(self.settings.data).get("api_key")
         if isinstance(known, str):
             record = await self.catalog.find_key(digest_of(known))
             if record is not None and record.revoked_at is None and record.workspace_id == found.id:
                 return known
         key = make_key(secrets.token_bytes(32))
-        await self.catalog.create_key(UUID(bytes=os.urandom(16)), found.id, "first key", key.digest, key.hint)
+        await self.catalog.create_key(new_id(), found.id, "first key", key.digest, key.hint)
         return key.secret
+
+    async def start_api(self, server: Server) -> str:
+        """Serve HTTP; streams end first on the way down, then requests."""
+        authenticator = Authenticator(self.catalog)
+        services = Services(
+            ledger=self.ledger,
+            catalog=self.catalog,
+            feeds=self.feeds,
+            models=self.models,
+            environment=self.environment,
+            submissions=self.submissions,
+            version=VERSION,
+        )
+        app = App(services, authenticator=authenticator, metrics=HttpMetrics(), readiness=self.readiness)
+        http = HttpServer(app, host=self.settings.host, port=self.settings.port)
+        port = await http.start()
+        self.spawn(authenticator.run())
+        self.spawn(self._note_written())
+        server.on_close(http.stop)
+        host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
+        return f"http://{host}:{port}"
+
+    async def start_worker(self) -> None:
+        """Take a seat among the workers and run turns."""
+        await self.workers.start()
+        performer = LoopPerformer(
+            self.ledger,
+            self.models,
+            self.environment,
+            tool_definitions={d["name"]: d for d in TOOL_DEFINITIONS},
+            preview=self.bus.preview,
+            stall_ms=self.settings.model_stall_ms,
+        )
+        self.engine = EmbeddedEngine(
+            self.ledger,
+            performer,
+            self.workers,
+            concurrency=self.settings.concurrency,
+            before_sweep=self._look_for_dead,
+        )
+        if self.notify is not None:
+            self.notify.on_hint(self.engine.hinted)
+        self.engine.start()
+        self.spawn(self._reap())
+
+    def _seat_lost(self) -> None:
+        """Others took our turns: drop every call, and begin again under a new name."""
+        self.log.warning("lease_lost")
+        self.spawn(self._rejoin())
+
+    async def _rejoin(self) -> None:
+        if self.engine is not None:
+            await self.engine.fence()
+        await self.workers.rejoin()
+
+    async def _look_for_dead(self) -> None:
+        """Before each sweep: threads whose worker is gone get a wakeup."""
+        for session_id, thread_id in await self.workers.reap():
+            self.log.warning("turn_orphaned", session=str(session_id))
+            await self.ledger.wake(Wake(session_id=session_id, thread_id=thread_id))
+
+    async def _supervised(self, name: str, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
+        """Do something again and again; an outage is waited out, a bug is told and survived."""
+        while True:
+            try:
+                await work()
+            except Unavailable:
+                pass
+            except Exception as error:  # noqa: BLE001  a supervised loop
+                self.log.error("loop_failed", loop=name, error=f"{type(error).__name__}: {error}")
+            await asyncio.sleep(period_s)
+
+    async def _housekeep(self) -> None:
+        await self._supervised("housekeeping", HOUSEKEEPING_S, lambda: housekeeping.purge(self.pool))
+
+    async def _note_written(self) -> None:
+        async def note() -> None:
+            notes = self.submissions.take_notes()
+            if notes:
+                await housekeeping.mark_written(self.pool, notes)
+
+        await self._supervised("written", WRITTEN_S, note)
+
+    async def _reap(self) -> None:
+        """Finish deletions, whoever began them: first what is outside, then the rows."""
+
+        async def reap() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REAP_S):
+                    await self.reap.wait()
+            self.reap.clear()
+            for session_id in await housekeeping.sessions_being_deleted(self.pool):
+                await self.environment.destroy(ids.token(session_id))
+                await housekeeping.delete_rows(self.pool, session_id)
+
+        await self._supervised("reaper", 0.0, reap)
+
+    async def readiness(self) -> Mapping[str, str]:
+        """Why this process is not ready; empty when it is."""
+        problems: dict[str, str] = {}
+        try:
+            await self.pool.fetchrow("select 1 as one")
+        except Unavailable:
+            problems["database"] = "The database can't be reached."
+        return problems
+
+    # the way down
+
+    async def stop_worker(self) -> None:
+        """Give every turn back, then the seat."""
+        if self.engine is not None:
+            await self.engine.drain()
+
+    async def stop(self) -> None:
+        """Close what is left."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.feeds.close()
+        await self.workers.stop()
+        if self.notify is not None:
+            await self.notify.stop()
+        await self.ledger.stop()
+        await self.pool.close()
+        await self.environment.close()
+        await self.models.close()
+
+
+def new_id() -> UUID:
+    """A random id, sorting by time like all others."""
+    return ids.timed(datetime.now(UTC), uuid4())
+
+
+def credentials_path(data: Path) -> Path:
+    """Where a server leaves its address and first key."""
+    return data / CREDENTIALS
+
+
+def read_credentials(data: Path) -> dict[str, Any]:
+    """What a server of this data directory left; empty when there is nothing to read."""
+    try:
+        found: Any = json.loads(credentials_path(data).read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownVariableType]
+
+
+def write_credentials(data: Path, server: Server) -> None:
+    """Leave the address and key for the client verbs, readable by the owner alone, whole or not at all."""
+    data.mkdir(parents=True, exist_ok=True)
+    path = credentials_path(data)
+    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    body = {"url": server.url, "api_key": server.api_key, "database_url": server.database_url, "pid": server.pid}
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(json.dumps(body) + "\n")
+    fresh.replace(path)
+
+
+async def diagnose(settings: Settings) -> list[Check]:
+    """What `doctor` looks at: each thing, whether it holds, and what to do when it doesn't."""
+    checks: list[Check] = []
+    environment = LocalEnvironment(settings.data.resolve() / "workspaces", unsafe_no_sandbox=settings.unsafe_no_sandbox)
+    problems = await environment.problems()
+    await environment.close()
+    checks.append(
+        Check(
+            name="sandbox",
+            ok=not problems,
+            detail="; ".join(problems) or "tools run under bubblewrap",
+            advice="Run on Linux with user namespaces, as a normal user." if problems else "",
+        )
+    )
+    try:
+        async with open_catalog(settings) as catalog:
+            count = len(await catalog.read_workspaces())
+        checks.append(Check(name="database", ok=True, detail=f"reachable and migrated, {count} workspaces"))
+    except Exception as error:  # noqa: BLE001  whatever it is, it is what doctor is asked for
+        checks.append(
+            Check(name="database", ok=False, detail=str(error), advice="Check --database-url, or the data directory.")
+        )
+    key = settings.anthropic_api_key is not None or settings.anthropic_base_url is not None
+    checks.append(
+        Check(
+            name="models",
+            ok=True,
+            detail="claude-* and local/smollm2" if key else "local/smollm2 only",
+            advice="" if key else "Set ANTHROPIC_API_KEY to use claude-* models.",
+        )
+    )
+    return checks

@@ -120,6 +120,8 @@ def admit(draft: Draft, thread_id: UUID, arrivals: tuple[Arrival, ...], authorit
     answered = False
     for arrival in arrivals:
         if arrival.kind == "interrupt":
+            _resume_or_remind(draft, thread_id, answered)
+            answered = False
             _activate(draft, thread_id)
             received.append(_interrupt(draft, thread_id, arrival))
             continue

@@ -218,8 +218,9 @@ def end_turn(draft: Draft, turn: Turn, outcome: TurnOutcome, *, error_code: str 
     _close_steps(draft, turn)
     _close_actions(draft, turn)
     for entry in draft.taken(turn.id):
-        unread = entry.state == "claimed" and outcome == "interrupted"
-        settle_input(draft, entry, "interrupted" if unread else "consumed", None if outcome == "completed" else outcome)
+        unread: Custody = "interrupted" if outcome == "interrupted" else "cancelled"
+        custody: Custody = unread if entry.state == "claimed" else "consumed"
+        settle_input(draft, entry, custody, None if outcome == "completed" else outcome)
     for control in draft.open_controls(turn.thread_id):
         settle_control(draft, control.seq, turn.thread_id, "ended_turn" if outcome == "interrupted" else "too_late")
     turn = draft.turns[turn.id]

@@ -80,6 +80,7 @@ class Submissions:
         self._in_flight_wait_s = in_flight_wait_s
         self._latest: OrderedDict[bytes, Attempt] = OrderedDict()
         self._last_on: OrderedDict[Connection, Attempt] = OrderedDict()
+        self._notes: list[Attempt] = []
 
     def __len__(self) -> int:
         return len(self._latest)
@@ -165,11 +166,17 @@ class Submissions:
     def written(self, attempt: Attempt, connection: Connection | None) -> None:
         """The response of a stored request went out in full."""
         attempt.written_at = self._now()
+        self._notes.append(attempt)
         if connection is not None:
             self._last_on[connection] = attempt
             self._last_on.move_to_end(connection)
             if len(self._last_on) > self._entries_max:
                 self._last_on.popitem(last=False)
+
+    def take_notes(self) -> list[tuple[bytes, datetime, bool]]:
+        """Responses written since the last call, for the ledger: (digest, when, whether its connection was used again)."""
+        notes, self._notes = self._notes, []
+        return [(a.digest, a.written_at, a.connection_reused) for a in notes if a.written_at is not None]
 
     def request_on(self, connection: Connection | None) -> None:
         """A request came in on a connection: whoever sent it has read the response before it."""

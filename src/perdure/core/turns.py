@@ -144,6 +144,8 @@ def resume_actions(draft: Draft, turn: Turn, actions: tuple[Action, ...]) -> Non
     for entry in draft.taken(turn.id):
         if entry.kind == "system" and entry.state == "claimed":
             consume(draft, draft.turns[turn.id], entry)
+    # Calls that were allowed only now run still belong to their round: their results stand beside the other ones.
+    draft.change_turn(turn.id, causal_pos=turn.causal_pos)
 
 
 def _apply_answer(draft: Draft, turn: Turn, action: Action) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final, TypeAlias
 from uuid import UUID
 
@@ -20,14 +20,14 @@ from perdure.domain import ids
 from perdure.domain.errors import Refused, Unavailable
 from perdure.domain.submission import SubmissionKey
 from perdure.http import admin, responses
-from perdure.http.asgi import AsgiStream, Receive, Scope, Send, read_body, read_headers, read_query, send_response
+from perdure.http.asgi import BODY_SILENCE_S, AsgiStream, Receive, Scope, Send, read_body, read_headers, read_query, send_response
 from perdure.http.auth import authenticate
 from perdure.http.claude.not_built import NOT_BUILT
 from perdure.http.claude.not_built import refuse_unbuilt as refuse_unbuilt_claude
 from perdure.http.claude.routes import ROUTES as CLAUDE_ROUTES
 from perdure.http.metrics import CONTENT_TYPE, UNROUTED, HttpMetrics
 from perdure.http.openai.not_built import refuse_unbuilt as refuse_unbuilt_openai
-from perdure.http.requests import Request, Response, Route, StreamRoute
+from perdure.http.requests import AnyRoute, Request, Response, Route, StreamRoute
 from perdure.http.router import Chosen, Face, Found, Router, UnbuiltRoute, WrongMethod, choose_face
 from perdure.http.services import Services
 from perdure.ports.catalog import KeyRecord
@@ -87,15 +87,23 @@ class App:
     """One process's HTTP surface."""
 
     def __init__(
-        self, services: Services, *, authenticator: Authenticator, metrics: HttpMetrics, readiness: Readiness
+        self,
+        services: Services,
+        *,
+        authenticator: Authenticator,
+        metrics: HttpMetrics,
+        readiness: Readiness,
+        routes: Iterable[AnyRoute] = CLAUDE_ROUTES,
+        body_silence_s: float = BODY_SILENCE_S,
     ) -> None:
         self._services = services
         self._authenticator = authenticator
         self._metrics = metrics
         self._readiness = readiness
+        self._body_silence_s = body_silence_s
         unbuilt = [UnbuiltRoute(*row) for row in NOT_BUILT]
         self._routers: dict[Face, Router] = {
-            "claude": Router([*CLAUDE_ROUTES, *unbuilt]),
+            "claude": Router([*routes, *unbuilt]),
             "perdure": Router(admin.ROUTES),
         }
         self._streams: set[OpenStream] = set()
@@ -214,7 +222,7 @@ class App:
             return responses.refusal(exchange.face, refused, exchange.request_id)
         body: bytes = b""
         if exchange.method in BODY_METHODS:
-            read = await read_body(exchange.receive, exchange.headers)
+            read = await read_body(exchange.receive, exchange.headers, silence_s=self._body_silence_s)
             if isinstance(read, str):
                 return None if read == "gone" else self._body_fault(exchange, read)
             body = read
@@ -372,6 +380,24 @@ def log_failure(exchange: Exchange, route_name: str, error: Exception) -> None:
     )
 
 
-def create_app(services: Services, *, authenticator: Authenticator, metrics: HttpMetrics, readiness: Readiness) -> App:
-    """The application of one process. `authenticator.run()` must run beside it, or revoked keys keep their streams."""
-    return App(services, authenticator=authenticator, metrics=metrics, readiness=readiness)
+def create_app(
+    services: Services,
+    *,
+    authenticator: Authenticator,
+    metrics: HttpMetrics,
+    readiness: Readiness,
+    routes: Iterable[AnyRoute] = CLAUDE_ROUTES,
+    body_silence_s: float = BODY_SILENCE_S,
+) -> App:
+    """The application of one process. `authenticator.run()` must run beside it, or revoked keys keep their streams.
+
+    `routes` are those of the Claude face; a test may serve others.
+    """
+    return App(
+        services,
+        authenticator=authenticator,
+        metrics=metrics,
+        readiness=readiness,
+        routes=routes,
+        body_silence_s=body_silence_s,
+    )

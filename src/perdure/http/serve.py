@@ -38,7 +38,16 @@ class _Protocol(HttpToolsProtocol):
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without signal handlers: who starts the process decides what ends it."""
+    """Without signal handlers: who starts the process decides what ends it. Says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
+        await super().startup(sockets)
+        self.listening.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -92,12 +101,15 @@ class HttpServer:
         )
         self._server = _Uvicorn(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="http-server")
-        async with asyncio.timeout(START_DEADLINE_S):
-            while not self._server.started:
-                if self._serving.done():
-                    await self._serving
-                    raise RuntimeError("The HTTP server ended before it was ready.")
-                await asyncio.sleep(0.005)
+        listening = asyncio.create_task(self._server.listening.wait())
+        done, _ = await asyncio.wait(
+            (listening, self._serving), timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        listening.cancel()
+        if listening not in done:
+            self._serving.cancel()
+            await self._serving
+            raise RuntimeError("The HTTP server ended before it listened; its log says why.")
         return int(listener.getsockname()[1])
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
