@@ -89,7 +89,9 @@ def _interrupted(draft: Draft, turn: Turn, worker_id: UUID) -> Answered:
 
 
 def _take_over(draft: Draft, turn: Turn, worker_id: UUID) -> Answered:
-    """Own the turn of a dead attempt: what was in flight is lost, each call by its own rule."""
+    """Own the turn of a dead attempt: what was in flight is lost, each call by its own rule. An interrupt that waited for it wins."""
+    if draft.open_controls(turn.thread_id):
+        return _interrupted(draft, turn, worker_id)
     if not may_take_over(turn):
         fail_turn(
             draft,

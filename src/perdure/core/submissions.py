@@ -82,7 +82,9 @@ class Submissions:
         self._last_on: OrderedDict[Connection, Attempt] = OrderedDict()
         self._notes: list[Attempt] = []
 
-    def __len__(self) -> int:
+    @property
+    def remembered_count(self) -> int:
+        """How many requests are remembered now."""
         return len(self._latest)
 
     def identify(

@@ -20,7 +20,17 @@ from perdure.domain import ids
 from perdure.domain.errors import Refused, Unavailable
 from perdure.domain.submission import SubmissionKey
 from perdure.http import admin, responses
-from perdure.http.asgi import BODY_SILENCE_S, AsgiStream, Receive, Scope, Send, read_body, read_headers, read_query, send_response
+from perdure.http.asgi import (
+    BODY_SILENCE_S,
+    AsgiStream,
+    Receive,
+    Scope,
+    Send,
+    read_body,
+    read_headers,
+    read_query,
+    send_response,
+)
 from perdure.http.auth import authenticate
 from perdure.http.claude.not_built import NOT_BUILT
 from perdure.http.claude.not_built import refuse_unbuilt as refuse_unbuilt_claude

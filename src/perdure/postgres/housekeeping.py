@@ -1,78 +1,185 @@
-"""What is done in the background: the rows of deleted sessions, tombstones, old submissions, notes of written responses.
+"""What nobody waits for: the rows of deleted sessions, tombstones and records that have had their time, notes of written responses.
 
-Every piece may be done by any process, twice, or begun by one and ended by another.
+Everything here may be done by several processes at once, may be cut off anywhere, and is taken up again by whoever comes next.
 """
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
+import msgspec
+
+from perdure.domain.submission import KEPT_S
 from perdure.postgres.pool import ReadPool
-from perdure.postgres.workers import forget_dead
 
 ROWS_MAX: Final = 1_000
-"""Rows removed in one transaction: a session of any size goes without a long lock."""
+"""Rows that one transaction removes: enough to be quick, few enough to hold up nobody."""
 
-TOMBSTONE_H: Final = 24
-SUBMISSION_H: Final = 24
+STATEMENT_MS: Final = 30_000
+"""A thousand rows with large bodies take longer than the hot path allows."""
 
-CHILDREN: Final = (
-    "outbox",
-    "control",
-    "action",
-    "step",
-    "transcript",
-    "event",
-    "input",
-    "turn",
-    "thread",
-    "submission",
-    "session_config",
-)
+TOMBSTONE_S: Final = 24 * 3600
+"""How long a deleted session keeps late writers, and repeats of the request that made it, from bringing it back."""
+
+DECISION_S: Final = 60
+"""Longer than any decision takes: a record is removed only when nobody can still be deciding by it."""
+
+WORKER_KEPT_S: Final = 3600
+"""How long a dead worker's row stays, for people who look what happened."""
+
+# Children before what they belong to. Submissions stay with the tombstone: they hold digests only.
+_CHILDREN: Final = ("transcript", "event", "control", "action", "step", "input", "turn", "outbox", "thread")
+
+_DELETING_SQL: Final = """
+-- sessions_being_deleted
+select id from session where state = 'deleting' order by id limit $1"""
+
+# Skipped when another process is at this session: then it is being done.
+_LOCK_SQL: Final = """
+-- lock_deleting
+select s.id from session s
+ where s.id = $1 and s.state = 'deleting'
+   and not exists (select from step p where p.session_id = s.id and p.kind = 'cleanup' and p.state in ('prepared', 'dispatched'))
+   for no key update of s skip locked"""
+
+_BUMP_SQL: Final = "update session set rev = rev + 1 where id = $1"
+
+_TOMBSTONE_SQL: Final = """
+-- make_tombstone
+update session
+   set rev = rev + 1, state = 'deleted', updated_at = greatest(clock_timestamp(), seen_at),
+       agent_id = null, environment_id = null, model = '', running_since = null
+ where id = $1"""
+
+_PURGE_SESSIONS_SQL: Final = """
+-- purge_tombstones
+with old as (
+    select id from session
+     where state = 'deleted' and updated_at < clock_timestamp() - $1 * interval '1 second'
+     order by id limit $2 for update skip locked),
+records as (delete from submission m using old where m.session_id = old.id)
+delete from session s using old where s.id = old.id returning s.id"""
+
+# No guard to move: a record this old decides nothing any more, so a decision made with it is the same as one made without.
+_PURGE_SUBMISSIONS_SQL: Final = """
+-- purge_submissions
+with old as (
+    select digest from submission
+     where created_at < clock_timestamp() - $1 * interval '1 second'
+     order by created_at limit $2 for update skip locked)
+delete from submission m using old where m.digest = old.digest returning m.digest"""
+
+_PURGE_WORKERS_SQL: Final = """
+-- purge_workers
+with old as (
+    select w.id from worker w
+     where w.dead_at < clock_timestamp() - $1 * interval '1 second'
+       and not exists (select from turn t where t.worker_id = w.id and t.state = 'active')
+     order by w.id limit $2 for update skip locked)
+delete from worker w using old where w.id = old.id returning w.id"""
+
+# Sessions first and in order, as everywhere. The record is a child that decisions are made by, so their guard moves with it.
+_MARK_WRITTEN_SQL: Final = """
+-- mark_written
+with told as (
+    select n.digest, n.written_at, n.connection_reused, m.session_id
+      from unnest($1::bytea[], $2::timestamptz[], $3::boolean[]) as n (digest, written_at, connection_reused)
+      join submission m on m.digest = n.digest
+     where m.written_at is null or m.written_at < n.written_at
+        or (m.written_at = n.written_at and n.connection_reused and not m.connection_reused)),
+mine as (
+    select s.id from session s where s.id in (select session_id from told) order by s.id for no key update),
+moved as (
+    update session s set rev = s.rev + 1 from mine where s.id = mine.id returning s.id)
+update submission m set written_at = told.written_at, connection_reused = told.connection_reused
+  from told join moved on moved.id = told.session_id
+ where m.digest = told.digest and (m.written_at is null or m.written_at <= told.written_at)"""
 
 
-async def sessions_being_deleted(pool: ReadPool) -> list[UUID]:
-    """Sessions behind the deletion fence whose rows are still there."""
-    return [r["id"] for r in await pool.fetch("select id from session where state = 'deleting' order by id limit 100")]
+class Purged(msgspec.Struct, frozen=True, kw_only=True):
+    """How much was removed."""
+
+    sessions: int
+    submissions: int
+    workers: int
 
 
-async def delete_rows(pool: ReadPool, session_id: UUID) -> None:
-    """Remove a fenced session's rows, children first, and leave its tombstone."""
-    for table in CHILDREN:
-        while True:
-            done = await pool.execute(
-                f"""
-                delete from {table} where ctid = any(array(
-                    select c.ctid from {table} c join session s on s.id = c.session_id
-                     where c.session_id = $1 and s.state = 'deleting' limit {ROWS_MAX}))""",
-                session_id,
-            )
-            if int(done.split()[-1]) < ROWS_MAX:
+async def sessions_being_deleted(pool: ReadPool, *, limit: int = ROWS_MAX) -> list[UUID]:
+    """Sessions behind the fence whose rows are still there, whoever began with them. Raises `Unavailable`."""
+    return [row["id"] for row in await pool.fetch(_DELETING_SQL, limit)]
+
+
+async def delete_rows(pool: ReadPool, session_id: UUID) -> bool:
+    """Remove everything of a session that is being deleted, and leave its tombstone. True when that is so now.
+
+    Each transaction removes at most a thousand rows. A crash between two leaves a session that is still being deleted; the same call
+    goes on there. False, with what remains untouched, while another process is at it or a cleanup step is unsettled.
+    """
+    while True:
+        async with pool.transaction() as connection:
+            await connection.execute(f"set local statement_timeout = {STATEMENT_MS}")
+            # The children are read in a statement of their own: the one that locks may have waited, and its snapshot with it.
+            if await connection.fetchval(_LOCK_SQL, session_id) is None:
                 break
-    await pool.execute(
-        "update session set state = 'deleted', rev = rev + 1, updated_at = clock_timestamp() where id = $1 and state = 'deleting'",
-        session_id,
+            if not await _remove_some(connection, session_id):
+                await connection.execute("delete from session_config where session_id = $1", session_id)
+                await connection.execute(_TOMBSTONE_SQL, session_id)
+                return True
+            await connection.execute(_BUMP_SQL, session_id)
+    state = await pool.fetchval("select state from session where id = $1", session_id)
+    return state in (None, "deleted")
+
+
+async def _remove_some(connection: Any, session_id: UUID) -> int:
+    """Remove up to a thousand rows, children first; how many. The caller holds the session."""
+    removed = 0
+    for table in _CHILDREN:
+        sql = f"""
+            delete from {table}
+             where ctid = any(array(select c.ctid from {table} c where c.session_id = $1 limit $2))"""
+        status: str = await connection.execute(sql, session_id, ROWS_MAX - removed, timeout=2 * STATEMENT_MS / 1000)
+        removed += int(status.rpartition(" ")[2])
+        if removed >= ROWS_MAX:
+            break
+    return removed
+
+
+async def purge(pool: ReadPool) -> Purged:
+    """Remove what has had its time: tombstones, records of submissions, rows of dead workers without turns. Raises `Unavailable`."""
+    return Purged(
+        sessions=await _purge(pool, _PURGE_SESSIONS_SQL, TOMBSTONE_S),
+        submissions=await _purge(pool, _PURGE_SUBMISSIONS_SQL, KEPT_S + DECISION_S),
+        workers=await _purge(pool, _PURGE_WORKERS_SQL, WORKER_KEPT_S),
     )
 
 
-async def mark_written(pool: ReadPool, notes: Sequence[tuple[bytes, datetime, bool]]) -> None:
-    """Note which responses went out in full. Losing some to a crash makes their requests match a little longer."""
-    await pool.execute(
-        """
-        update submission u set written_at = n.at, connection_reused = n.reused
-          from unnest($1::bytea[], $2::timestamptz[], $3::boolean[]) as n (digest, at, reused)
-         where u.digest = n.digest and u.created_at <= n.at""",
-        [d for d, _, _ in notes],
-        [a for _, a, _ in notes],
-        [r for _, _, r in notes],
-    )
+async def _purge(pool: ReadPool, sql: str, age_s: int) -> int:
+    removed = 0
+    while True:
+        async with pool.connection() as connection:
+            count = len(await connection.fetch(sql, age_s, ROWS_MAX))
+        removed += count
+        if count < ROWS_MAX:
+            return removed
 
 
-async def purge(pool: ReadPool) -> None:
-    """Forget what has served its time."""
-    await pool.execute(
-        f"delete from session where state = 'deleted' and updated_at < clock_timestamp() - interval '{TOMBSTONE_H} hours'"
-    )
-    await pool.execute(f"delete from submission where created_at < clock_timestamp() - interval '{SUBMISSION_H} hours'")
-    await forget_dead(pool)
+async def mark_written(pool: ReadPool, written: Sequence[tuple[bytes, datetime, bool]]) -> None:
+    """Note which responses went out in full: (digest, when, whether their connection carried a later request).
+
+    Not worth a wait for the disk: a note that a crash loses is what `domain.submission` allows for. Raises `Unavailable`; the caller
+    may give the same notes again.
+    """
+    latest: dict[bytes, tuple[bytes, datetime, bool]] = {}
+    for note in written:
+        known = latest.get(note[0])
+        if known is None or note[1:] > known[1:]:
+            latest[note[0]] = note
+    notes = [latest[digest] for digest in sorted(latest)]
+    for first in range(0, len(notes), ROWS_MAX):
+        part = notes[first : first + ROWS_MAX]
+        async with pool.transaction() as connection:
+            await connection.execute("set local synchronous_commit = off")
+            await connection.execute(
+                _MARK_WRITTEN_SQL, [n[0] for n in part], [n[1] for n in part], [n[2] for n in part]
+            )

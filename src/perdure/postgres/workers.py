@@ -36,7 +36,7 @@ _REGISTER_SQL: Final = """
 insert into worker (id, host, boot, pid, started, lease_until)
 values ($1, $2, $3, $4, $5, clock_timestamp() + $6 * interval '1 millisecond')"""
 
-# Fenced by the id and by not being buried: an id never comes back to life.
+# Fenced by the id and by not being buried: an id never comes back to life. Not worth a wait for the disk.
 _RENEW_SQL: Final = """
 -- renew_lease
 update worker
@@ -63,10 +63,14 @@ seen as materialized (
 _WATCH_LOCKS_SQL: Final = f"""
 -- watch_locks
 with {_HELD}
+, turned as (
+    -- a row in someone's hands is being renewed, or watched by another
+    select w.id, seen.locked from worker w join seen on seen.id = w.id
+     where w.dead_at is null and seen.locked = (w.lock_free_since is not null)
+     order by w.id for no key update of w skip locked)
 update worker w
-   set lock_free_since = case when seen.locked then null else clock_timestamp() end
-  from seen
- where w.id = seen.id and w.dead_at is null and seen.locked = (w.lock_free_since is not null)"""
+   set lock_free_since = case when turned.locked then null else clock_timestamp() end
+  from turned where w.id = turned.id"""
 
 # After a crash PostgreSQL starts again without a new postmaster: its checkpointer is as old as the server that works now.
 _OBSERVE_SQL: Final = f"""
@@ -85,9 +89,12 @@ _LIVE_SQL: Final = "select 1 from worker where dead_at is null and id <> $1 limi
 # Unless its process is gone for certain, a worker that showed itself since we looked is left alone.
 _BURY_SQL: Final = """
 -- bury
-update worker w set dead_at = clock_timestamp()
-  from unnest($1::uuid[], $2::timestamptz[], $3::boolean[]) as n (id, lease_until, gone)
- where w.id = n.id and w.dead_at is null and (n.gone or w.lease_until = n.lease_until)
+with found as (
+    select w.id from worker w
+      join unnest($1::uuid[], $2::timestamptz[], $3::boolean[]) as n (id, lease_until, gone) on n.id = w.id
+     where w.dead_at is null and (n.gone or w.lease_until = n.lease_until)
+     order by w.id for no key update of w skip locked)
+update worker w set dead_at = clock_timestamp() from found where w.id = found.id
 returning w.id"""
 
 # A turn may have been claimed under an id whose row was already cleared away: give it a headstone, so that the rules see a dead worker.
@@ -276,30 +283,26 @@ class WorkerLease:
             await self._leave()
 
     async def _register(self) -> None:
-        await self._connect()
         me = self.identity
-        sent_at = _now_s()
-        await self._connection.execute(_REGISTER_SQL, me.id, me.host, me.boot, me.pid, me.started, LEASE_MS)
-        await self._relax()
-        self._renewed(sent_at)
+        begun_at = _now_s()
+        connection = await self._locking()
+        await connection.execute(_REGISTER_SQL, me.id, me.host, me.boot, me.pid, me.started, LEASE_MS)
+        self._renewed(begun_at)
 
-    async def _relax(self) -> None:
-        # A renewal that a crash of the server loses is not missed: nobody trusts a lapse soon after.
-        await self._connection.execute("set synchronous_commit = off")
+    async def _locking(self) -> Any:
+        """Our connection, made anew when it was lost, with our lock. An old one of ours may still hold it: as good while it lasts."""
+        if self._connection is None or self._connection.is_closed():
+            self._drop()
+            self._connection = await connect(self._url, application_name="perdure-lease", hot=True)
+        if not self._locked:
+            self._locked = bool(
+                await self._connection.fetchval("select pg_try_advisory_lock($1)", self.identity.lock_key)
+            )
+        return self._connection
 
-    async def _connect(self) -> None:
-        self._locked = False
-        self._connection = await connect(self._url, application_name="perdure-lease", hot=True)
-        await self._try_lock()
-
-    async def _try_lock(self) -> None:
-        """Take our lock. An old connection of ours may still have it, which is as good while it lasts."""
-        sql = "select pg_try_advisory_lock($1)"
-        self._locked = bool(await self._connection.fetchval(sql, self.identity.lock_key))
-
-    def _renewed(self, sent_at: float) -> None:
-        """Nobody buries us before our lock was free for its time, and it was held after we sent this."""
-        self._safe_until = sent_at + min(LOCK_FREE_MS, LEASE_MS) / 1000
+    def _renewed(self, begun_at: float) -> None:
+        """Nobody buries us before our lock was free for its time, and somebody of us held it after this moment."""
+        self._safe_until = begun_at + min(LOCK_FREE_MS, LEASE_MS) / 1000
 
     async def _keep(self) -> None:
         """Renew until stopped or buried."""
@@ -325,13 +328,9 @@ class WorkerLease:
         """True: renewed. False: buried. None: not now."""
         try:
             async with asyncio.timeout(RENEW_WAIT_S):
-                if self._connection is None or self._connection.is_closed():
-                    await self._connect()
-                    await self._relax()
-                elif not self._locked:
-                    await self._try_lock()
-                sent_at = _now_s()
-                row = await self._connection.fetchrow(_RENEW_SQL, self.identity.id, LEASE_MS, self._locked)
+                begun_at = _now_s()
+                connection = await self._locking()
+                row = await connection.fetchrow(_RENEW_SQL, self.identity.id, LEASE_MS, self._locked)
         except Exception as error:  # noqa: BLE001  a supervised loop: it goes on until it is told to stop
             if not is_busy(error):
                 self._drop()
@@ -340,7 +339,7 @@ class WorkerLease:
             return None
         if row is None:
             return False
-        self._renewed(sent_at)
+        self._renewed(begun_at)
         return True
 
     async def _leave(self) -> None:
@@ -349,7 +348,6 @@ class WorkerLease:
         try:
             if self._connection is not None and not self._connection.is_closed() and not self._lost:
                 async with asyncio.timeout(RENEW_WAIT_S):
-                    await self._connection.execute("set synchronous_commit = on")
                     await self._connection.execute(_LEAVE_SQL, self.identity.id)
         except Exception as error:  # noqa: BLE001  the end of a thread: the others will notice by themselves
             self._log.info("leave_failed", error=f"{type(error).__name__}: {error}")

@@ -30,9 +30,7 @@ async def fail(services: Services, request: Request) -> Response | Refused:
 
 
 def post(template: str, handler: Any, *, submits_once: bool = False) -> Route:
-    return Route(
-        method="POST", template=template, handler=handler, sdk_method=template, submits_once=submits_once
-    )
+    return Route(method="POST", template=template, handler=handler, sdk_method=template, submits_once=submits_once)
 
 
 @pytest.fixture

@@ -2,15 +2,13 @@
 
 from typing import Final
 
-from perdure.http.claude import agents, environments, events, sessions, stream
+from perdure.http.claude import agents, environments, routes_sessions
 from perdure.http.requests import AnyRoute
 
 ROUTES: Final[tuple[AnyRoute, ...]] = (
     *agents.ROUTES,
     *environments.ROUTES,
-    *sessions.ROUTES,
-    *events.ROUTES,
-    *stream.ROUTES,
+    *routes_sessions.ROUTES,
 )
 
 CLIENT_SIDE: Final = ("sessions.events.tool_runner",)

@@ -156,7 +156,7 @@ async def delete_session(services: Services, request: Request) -> Response | Ref
 
 def placed(refused: Refused) -> Refused:
     """A refusal of the core whose message starts with its place in the request, like every other one."""
-    if refused.param is None or refused.message.startswith(refused.param):
+    if refused.param is None or refused.message.startswith(refused.param + ":"):
         return refused
     return msgspec.structs.replace(refused, message=f"{refused.param}: {refused.message}")
 
