@@ -1,6 +1,6 @@
 """Accept: custody of client events. One commit gives receipt, status and wakeup, or none of them.
 
-MA-C2.1: a batch is admitted whole or not at all, in the order given.
+A batch is admitted whole or not at all, in the order given.
 """
 
 from uuid import UUID
@@ -210,7 +210,7 @@ def _answer(draft: Draft, event: Event, arrival: Arrival, authority: UUID | None
 
 
 def _resume_or_remind(draft: Draft, thread_id: UUID, answered: bool) -> None:
-    """After answers: wake the turn when none is owed any more, else say again which are (MA-C7.5)."""
+    """After answers: wake the turn when none is owed any more, else say again which are."""
     turn = draft.turn_of(thread_id)
     if not answered or turn is None or turn.wait != "action":
         return
@@ -222,7 +222,7 @@ def _resume_or_remind(draft: Draft, thread_id: UUID, answered: bool) -> None:
 
 
 def _activate(draft: Draft, thread_id: UUID) -> None:
-    """Work waits on an idle thread: from now on the session runs (MA-C7.4: not while actions are owed)."""
+    """Work waits on an idle thread: from now on the session runs (not while actions are owed)."""
     idle = draft.session.status == "idle" and draft.turn_of(thread_id) is None
     if idle and draft.thread(thread_id).waiting_count:
         set_phase(draft, thread_id, "active")

@@ -166,7 +166,7 @@ def _lease(turn: Turn) -> Lease:
 
 
 def _dispatch(draft: Draft, turn: Turn, steps: tuple[Step, ...]) -> Answered:
-    """Mark what starts now. The first call of an attempt charges the turn (MA-C15.3)."""
+    """Mark what starts now. The first call of an attempt charges the turn."""
     starting = decide_dispatch(steps, PARALLEL_TOOLS_MAX)
     if not starting:
         return Working(lease=_lease(turn))
@@ -189,7 +189,7 @@ def _mark(draft: Draft, turn: Turn, step: Step) -> Step:
 
 
 def _park(draft: Draft, turn: Turn) -> Answered:
-    """Publish the calls that the client owes, with their actions and the idle, in one commit (MA-C7.1)."""
+    """Publish the calls that the client owes, with their actions and the idle, in one commit."""
     for action in draft.turn_actions(turn.id):
         if action.state != "held":
             continue

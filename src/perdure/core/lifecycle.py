@@ -107,7 +107,7 @@ def _refuse_foreign(draft: Draft, workspace_id: UUID) -> Refused | None:
 
 
 def update(draft: Draft, command: UpdateSession) -> Done | Refused:
-    """MA-A1.2's rules: full replacement per field of the agent, merge patch of the metadata, one event with what changed."""
+    """Full replacement per field of the agent, merge patch of the metadata, one event with what changed."""
     refused = _refuse_foreign(draft, command.workspace_id) or refuse_input(draft.session.state)
     if refused is not None:
         return refused
@@ -155,7 +155,7 @@ def _merged(config: SessionConfig, command: UpdateSession) -> tuple[SessionConfi
 
 
 def archive(draft: Draft, command: ArchiveSession) -> Done | Refused:
-    """End a session and keep its history; a parked turn ends with it (MA-G14)."""
+    """End a session and keep its history; a parked turn ends with it."""
     refused = _refuse_foreign(draft, command.workspace_id)
     if refused is not None:
         return refused

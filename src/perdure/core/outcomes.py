@@ -15,7 +15,7 @@ from perdure.domain.event import ErrorSnap, ItemSnap, StepSnap, encode
 from perdure.domain.item import call_id, item_id
 from perdure.domain.profile import PROFILES
 from perdure.domain.step import Step, decide_retry
-from perdure.domain.transcript import AMBIGUOUS_TEXT, INTERRUPTED_TEXT, STOPPED_TEXT, TranscriptEntry, text_result
+from perdure.domain.transcript import AMBIGUOUS_TEXT, CONTINUE_TEXT, INTERRUPTED_TEXT, STOPPED_TEXT, TranscriptEntry, text_result
 from perdure.domain.turn import CUT_ROUNDS_MAX, Turn
 from perdure.ports.ledger import (
     Answered,
@@ -120,6 +120,9 @@ def _conclude(draft: Draft, turn: Turn, outcome: ModelReplied) -> None:
         return
     if outcome.stop_reason == "pause_turn":
         return
+    if outcome.stop_reason == "max_tokens" and turn.cut_rounds < CUT_ROUNDS_MAX:
+        _continue(draft, turn)
+        return
     refused = outcome.stop_reason == "refusal"
     end_turn(draft, turn, "refused" if refused else "completed")
     if draft.thread(turn.thread_id).waiting_count and not refused:
@@ -132,8 +135,27 @@ def _conclude(draft: Draft, turn: Turn, outcome: ModelReplied) -> None:
         set_phase(draft, turn.thread_id, "active")
 
 
+def _continue(draft: Draft, turn: Turn) -> None:
+    """Ask the model to go on where its output limit stopped it; the request is ours, so only the model sees it."""
+    position = draft.thread(turn.thread_id).causal_pos + 1
+    draft.change_thread(turn.thread_id, causal_pos=position)
+    draft.change_turn(turn.id, causal_pos=position, cut_rounds=turn.cut_rounds + 1)
+    draft.remember(
+        TranscriptEntry(
+            session_id=turn.session_id,
+            thread_id=turn.thread_id,
+            causal_pos=position,
+            position=0,
+            kind="note",
+            turn_id=turn.id,
+            ref_seq=None,
+            body=encode(CONTINUE_TEXT),
+        )
+    )
+
+
 def _erred(draft: Draft, turn: Turn, step: Step, outcome: ModelErred) -> None:
-    """MA-C10.2's other half: what a failed try costs and shows."""
+    """What a failed try costs and shows."""
     usage = outcome.usage or Usage()
     turn = _account(draft, turn, usage)
     snap = msgspec.structs.replace(_usage_snap(usage), is_error=True)
@@ -236,7 +258,7 @@ def _position(call: CallPlan, calls: tuple[CallPlan, ...]) -> int:
 def _plan(draft: Draft, turn: Turn, step: Step, call: CallPlan, calls: tuple[CallPlan, ...]) -> Turn:
     """Give a call its journal row: a step that runs here, an action that a client owes, or an error at once.
 
-    MA-C6.2: what the server runs is published with the reply; what a client owes is held back until the turn parks.
+    What the server runs is published with the reply; what a client owes is held back until the turn parks.
     """
     position = _position(call, calls)
     identity = item_id(turn.id, step.ordinal, step.try_no, call.index)

@@ -53,7 +53,7 @@ def set_phase(
     action_ids: tuple[UUID, ...] = (),
     reissue: bool = False,
 ) -> None:
-    """Publish a phase and move the status with it, in the same commit (MA-C2.6)."""
+    """Publish a phase and move the status with it, in the same commit."""
     status = _STATUS[name]
     if status == "running" and draft.session.running_since is None:
         draft.touch(status=status, running_since=draft.now)
@@ -72,7 +72,7 @@ def set_phase(
 
 
 def park_phase(draft: Draft, turn: Turn, *, reissue: bool) -> None:
-    """Publish which answers are owed (MA-G6: after a partial answer, again, with the rest)."""
+    """Publish which answers are owed (after a partial answer, again, with the rest)."""
     owed = tuple(a.id for a in still_owed(draft.turn_actions(turn.id)))
     set_phase(draft, turn.thread_id, "wait_action", stop_reason="requires_action", action_ids=owed, reissue=reissue)
 
@@ -120,7 +120,7 @@ def interrupt_head(draft: Draft, thread_id: UUID) -> None:
 
 
 def after_interrupt(draft: Draft, thread_id: UUID) -> None:
-    """The idle boundary of an interrupt, and the run of what waited behind it (MA-G12)."""
+    """The idle boundary of an interrupt, and the run of what waited behind it."""
     set_phase(draft, thread_id, "idle", stop_reason="end_turn")
     if draft.thread(thread_id).waiting_count:
         set_phase(draft, thread_id, "active")
@@ -257,7 +257,7 @@ def turn_usage(turn: Turn) -> StepSnap:
 def fail_turn(draft: Draft, turn: Turn, code: str, message: str, *, permanent: bool) -> None:
     """End a turn by an error.
 
-    MA-C10.1: a permanent one terminates the session. MA-C10.3: an exhausted one leaves it idle. Either drops the input that waited,
+    A permanent one terminates the session, an exhausted one leaves it idle. Either drops the input that waited,
     each with its reason, and the error names them.
     """
     profile = PROFILES[draft.session.profile]

@@ -62,7 +62,7 @@ def claim(draft: Draft, thread_id: UUID, worker_id: UUID) -> Turn | None:
 
 
 def consume(draft: Draft, turn: Turn, entry: Input) -> None:
-    """An input becomes part of what the model sees: its place in causal order is fixed here, once (MA-C5.1)."""
+    """An input becomes part of what the model sees: its place in causal order is fixed here, once."""
     thread = draft.thread(turn.thread_id)
     position = thread.causal_pos + 1
     draft.change_thread(thread.id, causal_pos=position)
@@ -124,7 +124,7 @@ def give_back(
 
 
 def resume_actions(draft: Draft, turn: Turn, actions: tuple[Action, ...]) -> None:
-    """Read the answers of a parked round: each call gets its result, or is run now that it is allowed (MA-C7.7)."""
+    """Read the answers of a parked round: each call gets its result, or is run now that it is allowed."""
     answers = {i.action_id: i for i in draft.taken(turn.id) if i.action_id is not None}
     for action in actions:
         entry = answers.get(action.id)

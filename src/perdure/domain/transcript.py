@@ -18,6 +18,7 @@ AMBIGUOUS_TEXT: Final = (
 )
 STOPPED_TEXT: Final = "The user interrupted this call while it ran. Its outcome is unknown; it may have had effects."
 UNANSWERED_TEXT: Final = "The user interrupted the turn before this call was answered."
+CONTINUE_TEXT: Final = "Your reply was cut off by its output limit. Go on exactly where it stopped."
 SYSTEM_OPEN: Final = "<system-message>\n"
 SYSTEM_CLOSE: Final = "\n</system-message>"
 OMITTED_TEXT: Final = "(no text)"
@@ -88,7 +89,7 @@ def _answer(call_id: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def denial_text(message: str | None) -> str:
-    """What the model reads when a client denied a call (MA-G7)."""
+    """What the model reads when a client denied a call."""
     return f"The user denied this call: {message}" if message else "The user denied this call."
 
 

@@ -17,7 +17,7 @@ ROUNDS_MAX: Final = 100
 """Model calls in one turn: far above what agents need, low enough to end a loop of tools within the hour."""
 
 CUT_ROUNDS_MAX: Final = 3
-"""Rounds in a row whose only calls were cut off by the output limit: the model will not get through."""
+"""Replies in a row that met their output limit: text is continued this often, a call that is cut off each time is given up."""
 
 PARALLEL_TOOLS_MAX: Final = 4
 """Tool calls of one turn in flight at once: a turn must not take the whole host."""
@@ -69,7 +69,7 @@ class Lease(msgspec.Struct, frozen=True):
 def holds(turn: Turn, lease: Lease) -> bool:
     """Whether the holder of this lease may still write for the turn.
 
-    MA-C9.6: a worker that lost its turn to another attempt, to an interrupt or to the turn's end writes nothing more.
+    MA-C15.5: a worker that lost its turn to another attempt, to an interrupt or to the turn's end writes nothing more.
     """
     return (
         turn.id == lease.turn_id

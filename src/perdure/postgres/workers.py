@@ -395,10 +395,15 @@ class Workers:
         self._tick()
 
     async def rejoin(self) -> None:
-        """Register under a new id, once nothing runs under the old one. Raises `Unavailable`; then try again."""
+        """Register under a new id, once nothing runs under the old one. Waits for a database that is away."""
         if self._lease is not None:
             await self._lease.stop()
-        await self._join()
+        while True:
+            try:
+                await self._join()
+                return
+            except Unavailable:
+                await asyncio.sleep(RECONNECT_S)
 
     async def stop(self) -> None:
         """Leave in order. Repeatable."""

@@ -4,7 +4,7 @@ A history is a list of integers: each one seeds the choice of the next move, giv
 some of its integers is a history again, which is what makes failures shrink.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import count
 from random import Random
 from typing import Any, Final, Literal
@@ -468,13 +468,22 @@ class Play:
         self.witness.after(command, result)
         return result
 
-    def play(self, move: Move) -> tuple[Result | None, list[Result]]:
-        """The answers of `between` and of the batch."""
-        self.prepare(move)
-        between = None if move.between is None else self.commit(move.between)
+    def apply(self, move: Move, *, between_first: bool = True) -> tuple[Result | None, list[Result]]:
+        """The answers of `between` and of the batch. A `between` that met no write of its session came after the batch."""
+        between = None
+        if move.between is not None and between_first:
+            between = self.commit(move.between)
         results = [self.commit(c) for c in move.commands]
-        self.learn(move, between, results)
+        if move.between is not None and not between_first:
+            between = self.commit(move.between)
         return between, results
+
+    def play(self, move: Move) -> list[Result]:
+        """A whole move, checked."""
+        self.prepare(move)
+        between, results = self.apply(move)
+        self.learn(move, between, results)
+        return results
 
     def learn(self, move: Move, between: Result | None, results: Sequence[Result]) -> None:
         """Tell the generator and check what must hold now."""
@@ -506,21 +515,35 @@ def play_all(seeds: Sequence[int], shape: Shape | None = None) -> Play:
     return play
 
 
-def shrink(seeds: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> list[int]:
-    """A shorter history that still fails: halves, quarters and so on are left out while that keeps the failure."""
+def shrink(seeds: Sequence[int]) -> Generator[list[int], bool, list[int]]:
+    """Propose shorter histories and be told which still fail; returns the shortest found.
+
+    Halves, quarters and so on are left out as long as that keeps the failure.
+    """
     kept = list(seeds)
     width = max(1, len(kept) // 2)
     while True:
         start = 0
         while start < len(kept):
             fewer = kept[:start] + kept[start + width :]
-            if fewer and fails(fewer):
+            if (yield fewer):
                 kept = fewer
             else:
                 start += width
         if width == 1:
             return kept
         width = max(1, width // 2)
+
+
+def shortest(seeds: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> list[int]:
+    """The shortest failing form of a history that `shrink` finds."""
+    search = shrink(seeds)
+    try:
+        fewer = next(search)
+        while True:
+            fewer = search.send(fails(fewer))
+    except StopIteration as done:
+        return done.value
 
 
 def fails_on_oracle(seeds: Sequence[int]) -> bool:
@@ -538,7 +561,7 @@ def hunt(seed: int, length: int, shape: Shape | None = None) -> Any:
     try:
         return play_all(seeds, shape)
     except Exception as error:
-        short = shrink(seeds, fails_on_oracle)
+        short = shortest(seeds, fails_on_oracle)
         raise Failed(f"history {seed} of {length} fails; play_all({short}) shows it: {error}") from error
 
 

@@ -72,7 +72,7 @@ class _Replay:
         """Messages that the open turn took."""
         self.must_interrupt = False
         self.boundary = False
-        """An interrupt, a refusal or an error ended the last piece of work: only then may an idle stand before waiting work."""
+        """An interrupt or a refusal ended the last piece of work: only then may an idle stand before waiting work."""
         self.applied: Counter[int] = Counter()
         self.settled: dict[int, Event] = {}
         self.of_turn: set[int] = set()
@@ -200,7 +200,7 @@ class _Replay:
         open_items = [i for i, state in self.items.items() if state == "open"]
         self.expect(not open_items, event, f"tool items stay open: {open_items}")
         self.turn, self.parked = None, False
-        self.boundary = outcome in ("interrupted", "refused", "failed")
+        self.boundary = outcome in ("interrupted", "refused")
 
     def _phase(self, event: Event) -> None:
         before, after = self.status, _STATUS.get(event.kind, "?")

@@ -1,7 +1,7 @@
 """A whole HTTP surface on a socket, over in-memory ports: what the tests of this folder drive with the real SDK."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -82,7 +82,7 @@ class Serving:
 @asynccontextmanager
 async def serve(
     routes: Iterable[AnyRoute] = ROUTES, *, submissions: Submissions | None = None, **options: Any
-) -> AsyncIterator[Serving]:
+) -> AsyncGenerator[Serving]:
     """Start on a free port; stop when the block ends."""
     catalog, ledger, metrics = OracleCatalog(), OracleLedger(), HttpMetrics()
     submissions = Submissions(uuid4()) if submissions is None else submissions

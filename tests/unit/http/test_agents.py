@@ -7,12 +7,13 @@ from uuid import uuid4
 
 import anthropic
 import pytest
+from anthropic.types.beta.beta_managed_agents_custom_tool_params import BetaManagedAgentsCustomToolParams
 from tests.unit.http.serving import Serving
 
 from perdure.domain import ids
 
 MODEL = "claude-test"
-TOOL: dict[str, Any] = {
+TOOL: BetaManagedAgentsCustomToolParams = {
     "type": "custom",
     "name": "weather",
     "description": "The weather.",

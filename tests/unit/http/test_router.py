@@ -9,7 +9,7 @@ CLAUDE = {"anthropic-version": "2026-10-21"}
 BETA = {"anthropic-beta": "managed-agents-2026-04-01"}
 OPENAI = {"openai-beta": "agents=v1"}
 
-FACES = [
+FACES: list[tuple[str, dict[str, str], str]] = [
     ("/v1/sessions", {}, "claude"),
     ("/v1/sessions/sesn_1/events", OPENAI, "claude"),
     ("/v1/environments", {}, "claude"),
