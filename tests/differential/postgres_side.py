@@ -170,5 +170,5 @@ def differences(expected: dict[str, list[Any]], actual: dict[str, list[Any]]) ->
             continue
         missing = [r for r in rows if r not in others]
         extra = [r for r in others if r not in rows]
-        found.append(f"{name}: the oracle has {missing[:2]}, PostgreSQL has {extra[:2]}")
+        found.append(f"{name}: the oracle has {str(missing[:1])[:700]}, PostgreSQL has {str(extra[:1])[:700]}")
     return found

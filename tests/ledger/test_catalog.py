@@ -185,7 +185,7 @@ async def test_errors_of_the_database_are_told_apart(database_url: str) -> None:
         "select pg_terminate_backend(pg_backend_pid())",
         "select 1",
     ):
-        with pytest.raises(Exception) as caught:  # noqa: PT011  what it is, is what this test asks
+        with pytest.raises(Exception) as caught:
             await connection.execute(sql)
         told.append((is_lost(caught.value), is_busy(caught.value)))
     assert told == [(False, False), (False, True), (True, False), (True, False)]

@@ -46,6 +46,11 @@ class Following:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
+    @property
+    def cursor(self) -> str | None:
+        """Where to go on from: behind the last event that was handed out."""
+        return self._cursor
+
     def began_with(self, event_id: str) -> None:
         """Name the first event that matters, sent after the stream was open: where to begin again if it breaks before it had a cursor."""
         if self._anchor is None:

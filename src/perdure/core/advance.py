@@ -33,6 +33,7 @@ def advance(draft: Draft, command: Advance) -> Answered:
     if thread.command_id == command.command_id and thread.answer is not None:
         return _ANSWER_DECODER.decode(thread.answer)
     turn = draft.turn_of(thread.id)
+    began = draft.writes
     if command.lease is not None:
         if turn is None or not holds(turn, command.lease):
             return Fenced()
@@ -42,7 +43,7 @@ def advance(draft: Draft, command: Advance) -> Answered:
     else:
         answer = _look(draft, thread, turn, command)
     draft.settle_wakeup(thread.id, consume=True)
-    if draft.changed():
+    if draft.writes != began:
         draft.change_thread(thread.id, command_id=command.command_id, answer=_ANSWER_ENCODER.encode(answer))
     return answer
 

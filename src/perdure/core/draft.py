@@ -46,6 +46,8 @@ class Draft:
         self._dirty: dict[tuple[type[Row], Any], Row] = {}
         self._stamps: list[Stamp] = []
         self._slept: set[UUID] = set()
+        self.writes = 0
+        """Counts the changes made: whether one command changed anything, whatever came before it in the same batch."""
 
     # --------------------------------------------------------------------------------------------------------- life of it
 
@@ -95,6 +97,7 @@ class Draft:
 
     def put(self, row: Row) -> None:
         """Keep a row's new image."""
+        self.writes += 1
         match row:
             case Session():
                 self.session_row = row
@@ -241,6 +244,7 @@ class Draft:
 
     def remember(self, entry: TranscriptEntry) -> None:
         """Append to the model's history."""
+        self.writes += 1
         self.transcript.append(entry)
 
     def usage(self) -> UsageSnap:
@@ -283,6 +287,7 @@ class Draft:
 
     def sleep(self, thread_id: UUID) -> None:
         """Consume a thread's wakeup."""
+        self.writes += 1
         self.wakeups.pop(thread_id, None)
         self._dirty.pop((Wakeup, thread_id), None)
         self._slept.add(thread_id)

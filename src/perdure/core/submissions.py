@@ -97,11 +97,14 @@ class Submissions:
         idempotency_key: str | None,
         retry_count: str | None,
     ) -> SubmissionKey | Refused:
-        """What a request is called. `route` is its path without a forced prefix; a retry count that is no number counts as 0."""
+        """What a request is called. `route` is its path without a forced prefix; a retry count that is no number counts as 0.
+
+        Header values come decoded as Latin-1, a character for each byte.
+        """
         body_digest = sha256(body).digest()
         name = body_digest
         if idempotency_key is not None:
-            name = idempotency_key.encode()
+            name = idempotency_key.encode("latin-1")
             if not 1 <= len(name) <= IDEMPOTENCY_KEY_BYTES_MAX:
                 return Refused(
                     "invalid",

@@ -1,4 +1,4 @@
-"""Which struct lives in which table. A struct's fields are the table's columns, by name."""
+"""Which struct lives in which table. A struct's fields are the table's columns, by name and in order."""
 
 import types
 import typing
@@ -49,9 +49,10 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         """Column names, in order."""
         return tuple(n for n, _ in self.columns)
 
-    def arrays(self, rows: Sequence[Any]) -> list[list[Any]]:
-        """The rows as one array a column, for unnest."""
-        return [[getattr(row, name) for row in rows] for name, _ in self.columns]
+    def tuples(self, rows: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """The rows as values of the table's row type."""
+        width = len(self.columns)
+        return [msgspec.structs.astuple(row)[:width] for row in rows]
 
 
 def _sql_type(annotation: Any) -> str:

@@ -182,6 +182,10 @@ class Writer:
     async def _locked(self, connection: Any, batch: list[Pending]) -> None:
         """The slow path of a session that others keep moving: lock it, then read in a second statement."""
         writing = False
+        changed: list[Changes] = []
+        drafts: dict[UUID, Draft] = {}
+        results: dict[int, Result | Exception] = {}
+        written: set[UUID] = set()
         try:
             async with connection.transaction():
                 await connection.execute(
@@ -190,14 +194,16 @@ class Writer:
                 facts = await self._read(connection, batch)
                 drafts, results = _decide(batch, facts)
                 changed = [d.changes() for d in drafts.values() if d.changed()]
-                written: set[UUID] = set()
                 if changed:
                     writing = True
                     written = await self._execute(connection, changed, locked=True)
         except Exception as error:
-            if is_lost(error):
+            if not is_lost(error):
+                raise
+            kept = await self._kept(changed) if writing else None
+            if kept is None:
                 raise _Lost(writing=writing) from error
-            raise
+            written = kept
         self._answer(batch, drafts, results, written)
 
     async def _read(self, connection: Any, batch: Sequence[Pending]) -> dict[UUID, Facts]:
@@ -219,9 +225,8 @@ class Writer:
             return await self._execute(connection, changed, locked=False)
         except Exception as error:  # noqa: BLE001  whatever it was, the halves find whose it is
             if is_lost(error):
-                if await self._was_committed():
-                    return {c.session_id for c in changed}
-                return await self._again(batch, changed)
+                kept = await self._kept(changed)
+                return await self._again(batch, changed) if kept is None else kept
             if len(changed) == 1:
                 for pending in batch:
                     if pending.command.session_id == changed[0].session_id:
@@ -288,16 +293,22 @@ class Writer:
             self._down = False
         return self._connection
 
-    async def _was_committed(self) -> bool:
-        """Ask the writer's row what became of the batch in doubt; locking it waits for the old backend to end."""
+    async def _kept(self, changed: list[Changes]) -> set[UUID] | None:
+        """The sessions that the batch in doubt wrote, or None when it was not committed.
+
+        The writer's row says it; locking it waits for the old backend to end.
+        """
         deadline = asyncio.get_running_loop().time() + RESOLVE_S
         while True:
             self._connection = None
             try:
                 connection = await self._connected()
                 async with connection.transaction():
-                    row = await connection.fetchval("select batch_no from writer where id = $1 for update", self._id)
-                return row == self._batch_no
+                    sql = "select batch_no, missed from writer where id = $1 for update"
+                    row = await connection.fetchrow(sql, self._id)
+                if row["batch_no"] != self._batch_no:
+                    return None
+                return {c.session_id for c in changed} - set(row["missed"])
             except _Lost:
                 pass
             except Exception as error:
@@ -312,7 +323,7 @@ def _decide(
     batch: Sequence[Pending], facts: dict[UUID, Facts]
 ) -> tuple[dict[UUID, Draft], dict[int, Result | Exception]]:
     """Fold the commands of each session over its facts, in order. An error of the rules fails that session's commands only."""
-    drafts = {session_id: Draft(f) for session_id, f in facts.items()}
+    drafts: dict[UUID, Draft] = {}
     alone = len(facts) == len(batch)
     failed: dict[UUID, Exception] = {}
     results: dict[int, Result | Exception] = {}
@@ -322,7 +333,8 @@ def _decide(
             if alone:
                 drafts[session_id], results[place] = decide_alone(facts[session_id], pending.command)
             else:
-                drafts[session_id], results[place] = decide(drafts[session_id], pending.command)
+                draft = drafts.get(session_id) or Draft(facts[session_id])
+                drafts[session_id], results[place] = decide(draft, pending.command)
         except (
             AssertionError,
             InvariantViolation,

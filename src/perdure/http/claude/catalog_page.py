@@ -14,7 +14,7 @@ from perdure.http.cursor import seal, unseal
 from perdure.http.query import Query, invalid, read_flag, read_instant, read_limit, read_text
 from perdure.ports.catalog import AgentRecord, EnvironmentRecord, PageQuery
 
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+TIME_ZERO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND: Final = timedelta(microseconds=1)
 PLACE_BYTES: Final = 8 + 16
 
@@ -46,7 +46,7 @@ def read_page(query: Query, workspace_id: UUID, scope: str) -> PageQuery | Refus
         place = unseal(workspace_id, scope, cursor)
         if place is None or len(place) != PLACE_BYTES:
             return refuse_cursor()
-        after = (EPOCH + int.from_bytes(place[:8], "big") * MICROSECOND, UUID(bytes=place[8:]))
+        after = (TIME_ZERO + int.from_bytes(place[:8], "big") * MICROSECOND, UUID(bytes=place[8:]))
     return PageQuery(
         workspace_id=workspace_id,
         include_archived=include_archived,
@@ -67,7 +67,7 @@ def next_cursor(page: PageQuery, scope: str, rows: list[AgentRecord] | list[Envi
     if len(rows) < page.limit:
         return None
     last = rows[page.limit - 2]
-    place = ((last.created_at - EPOCH) // MICROSECOND).to_bytes(8, "big") + last.id.bytes
+    place = ((last.created_at - TIME_ZERO) // MICROSECOND).to_bytes(8, "big") + last.id.bytes
     return seal(page.workspace_id, scope, place)
 
 

@@ -58,10 +58,12 @@ create table worker (
     dead_at timestamptz
 );
 
--- The last batch that each writer committed: after a lost connection it says whether the batch in doubt was one.
+-- The last batch that each writer committed, and which of its sessions it did not write because others had moved them: after a lost
+-- connection it says what became of the batch in doubt.
 create table writer (
     id uuid primary key,
-    batch_no bigint not null
+    batch_no bigint not null,
+    missed uuid[] not null default '{}'
 );
 
 -- The guard. Small and rewritten at each commit, hence the room left in its pages.

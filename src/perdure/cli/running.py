@@ -1,0 +1,108 @@
+"""`perdure run`: everything in one process, and a chat with it; or one message, its reply and the events of its turn."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+
+import msgspec
+
+from perdure.cli.asking import Asker
+from perdure.cli.beginning import Wish, begin_session
+from perdure.cli.chat import Chat, converse
+from perdure.cli.client import Client
+from perdure.cli.credentials import Target, read_credentials
+from perdure.cli.exits import FAILED, OK, CommandFailed, Left
+from perdure.cli.screen import TextScreen, Trail
+from perdure.cli.starting import check_address, is_taken, refusal_of
+from perdure.settings import Settings
+
+
+def run(settings: Settings, message: str | None, wish: Wish, screen: TextScreen, asker: Asker, *, port_given: bool) -> int:
+    """Use the server of the data directory if it answers, else start one for as long as this takes."""
+    with _on_termination(), _server(settings, screen, port_given=port_given) as target:
+        client = Client(target)
+        try:
+            begun = begin_session(client, wish, message)
+            screen.tell(begun.note or f"Model {begun.model}.")
+            if message is not None:
+                return _one_message(client, begun.session_id, message, screen, asker)
+            screen.tell(f"Session {begun.session_id}. Ctrl-C interrupts a turn, Ctrl-D leaves.")
+            return converse(Chat(client, begun.session_id, screen, asker), asker, screen)
+        finally:
+            client.close()
+
+
+def _one_message(client: Client, session_id: str, message: str, screen: TextScreen, asker: Asker) -> int:
+    trail = Trail(screen)
+    try:
+        ending = Chat(client, session_id, trail, asker).say(message)
+    except Left:
+        return FAILED
+    print(f"\nEvents of {session_id}:")
+    for line in trail.lines():
+        print(line)
+    sys.stdout.flush()
+    if ending.is_good:
+        return OK
+    raise CommandFailed(ending.explain())
+
+
+@contextlib.contextmanager
+def _server(settings: Settings, screen: TextScreen, *, port_given: bool) -> Iterator[Target]:
+    kept = read_credentials(settings.data)
+    if kept.url is not None and kept.api_key is not None:
+        target = Target(kept.url, kept.api_key)
+        client = Client(target)
+        try:
+            is_up = client.is_answering()
+        finally:
+            client.close()
+        if is_up:
+            screen.tell(f"Using the server at {target.url}.")
+            yield target
+            return
+    with _own_server(settings, screen, port_given=port_given) as target:
+        yield target
+
+
+@contextlib.contextmanager
+def _own_server(settings: Settings, screen: TextScreen, *, port_given: bool) -> Iterator[Target]:
+    if port_given:
+        check_address(settings)
+    elif is_taken(settings.host, settings.port):
+        screen.tell(f"Port {settings.port} is taken; taking a free one.")
+        settings = msgspec.structs.replace(settings, port=0)
+    from perdure.cli.background import BackgroundServer
+
+    screen.tell(f"Starting PostgreSQL, API and engine in {str(settings.data)!r} ...")
+    background = BackgroundServer(settings)
+    try:
+        try:
+            server = background.start()
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal is None:
+                raise
+            raise refusal from error
+        assert server.url is not None and server.api_key is not None
+        screen.tell(f"Ready at {server.url}.")
+        yield Target(server.url, server.api_key)
+    finally:
+        background.stop()
+
+
+@contextlib.contextmanager
+def _on_termination() -> Iterator[None]:
+    """SIGTERM leaves like Ctrl-D does: what was started is stopped in order."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise Left
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
