@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 BusName: TypeAlias = Literal["auto", "inprocess", "notify"]
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_PORT: Final = 8700
 DEFAULT_DATA: Final = ".perdure"
@@ -36,6 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     unsafe_no_sandbox: bool = False
     """Run tools without a sandbox when none can hold on this host. Whoever reaches the API then owns this host."""
     log_json: bool = False
+    log_level: LogLevel = "info"
 
 
 class BadSetting(Exception):

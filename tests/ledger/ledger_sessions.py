@@ -17,8 +17,9 @@ WORKSPACE = UUID(int=1)
 
 @asynccontextmanager
 async def open_ledger(url: str) -> AsyncGenerator[PostgresLedger]:
-    """A ledger with writers of its own."""
+    """A ledger with writers of its own, and a workspace."""
     pool = ReadPool(url)
+    await pool.execute("insert into workspace (id, name) values ($1, 'test') on conflict do nothing", WORKSPACE)
     ledger = PostgresLedger(url, pool)
     ledger.start()
     try:

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any, Final, Protocol, TextIO
 
@@ -91,7 +91,7 @@ class CtrlC:
             signal.signal(signal.SIGINT, self._before)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """While somebody is asked, Ctrl-C ends the question (KeyboardInterrupt)."""
         if self._is_ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)

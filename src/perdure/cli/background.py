@@ -2,7 +2,7 @@
 
 import asyncio
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Final
+from typing import Any, Final
 
 from perdure.bootstrap import Server, open_server
 from perdure.cli.starting import check_database
@@ -27,7 +27,9 @@ class BackgroundServer:
     def start(self) -> Server:
         """Return once requests are answered. Raises whatever kept the server from starting."""
         self._running = self._executor.submit(self._run)
-        wait((self._ready, self._running), return_when=FIRST_COMPLETED)
+        either: list[Future[Any]] = [self._running]
+        either.append(self._ready)
+        wait(either, return_when=FIRST_COMPLETED)
         if not self._ready.done():
             self._running.result()
         return self._ready.result()

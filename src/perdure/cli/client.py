@@ -5,7 +5,7 @@ Every change carries an idempotency key, so it may be sent again after a lost an
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias, cast
 from uuid import uuid4
@@ -34,6 +34,7 @@ PAUSES_S: Final = (0.1, 0.3, 0.6, 1.0, 2.0, 3.0, 3.0, 5.0)
 EVENT_BYTES_MAX: Final = 64 * 1024 * 1024
 """One event may carry a message as large as a request may be, encoded."""
 
+UNAUTHORIZED: Final = 401
 RETRIED_STATUSES: Final = frozenset({429, 502, 503, 504})
 _BODY_CHARS_SHOWN: Final = 200
 
@@ -102,7 +103,7 @@ class Client:
             response = self._http.get("/v1/sessions", params={"limit": 1}, timeout=CONNECT_S)
         except httpx2.HTTPError:
             return False
-        return response.status_code == httpx2.codes.OK
+        return response.is_success
 
     def _request(
         self,
@@ -133,7 +134,7 @@ class Client:
     # -------------------------------------------------------------------------------------------------------------- streams
 
     @contextmanager
-    def open_stream(self, session_id: str, *, after: str | None) -> Iterator[Iterator[StreamEvent]]:
+    def open_stream(self, session_id: str, *, after: str | None) -> Generator[Iterator[StreamEvent]]:
         """The events of a session from now on, or from behind a cursor. Once it is open, nothing that commits is missed.
 
         The iterator raises `StreamLost` when the connection breaks or ends.
@@ -149,7 +150,7 @@ class Client:
             ) as response:
                 if response.status_code in RETRIED_STATUSES:
                     raise StreamLost(f"status {response.status_code}")
-                if response.status_code != httpx2.codes.OK:
+                if not response.is_success:
                     response.read()
                     _answer_of(response)
                 yield _events_of(response)
@@ -188,7 +189,7 @@ def _answer_of(response: httpx2.Response) -> Json:
     fields = cast("Json", error)
     details: Json = fields.get("details") or {}
     message = str(fields.get("message", "the server gave no reason"))
-    if response.status_code == httpx2.codes.UNAUTHORIZED:
+    if response.status_code == UNAUTHORIZED:
         message += " Give a valid key with --api-key or PERDURE_API_KEY."
     request_id = response.headers.get("request-id")
     suffix = "" if request_id is None else f" (request {request_id})"

@@ -49,7 +49,9 @@ def read_credentials(data: Path) -> Credentials:
     )
 
 
-def find_target(data: Path, environ: Mapping[str, str], *, url: str | None = None, api_key: str | None = None) -> Target:
+def find_target(
+    data: Path, environ: Mapping[str, str], *, url: str | None = None, api_key: str | None = None
+) -> Target:
     """The server to talk to: from the flags, else the environment, else the data directory, each of the two values by itself.
 
     The key of the data directory goes only to the server that stands beside it in the file.

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import FrameType
 
 import msgspec
@@ -15,11 +15,13 @@ from perdure.cli.client import Client
 from perdure.cli.credentials import Target, read_credentials
 from perdure.cli.exits import FAILED, OK, CommandFailed, Left
 from perdure.cli.screen import TextScreen, Trail
-from perdure.cli.starting import check_address, is_taken, refusal_of
+from perdure.cli.starting import check_address, explained, is_taken
 from perdure.settings import Settings
 
 
-def run(settings: Settings, message: str | None, wish: Wish, screen: TextScreen, asker: Asker, *, port_given: bool) -> int:
+def run(
+    settings: Settings, message: str | None, wish: Wish, screen: TextScreen, asker: Asker, *, port_given: bool
+) -> int:
     """Use the server of the data directory if it answers, else start one for as long as this takes."""
     with _on_termination(), _server(settings, screen, port_given=port_given) as target:
         client = Client(target)
@@ -50,7 +52,7 @@ def _one_message(client: Client, session_id: str, message: str, screen: TextScre
 
 
 @contextlib.contextmanager
-def _server(settings: Settings, screen: TextScreen, *, port_given: bool) -> Iterator[Target]:
+def _server(settings: Settings, screen: TextScreen, *, port_given: bool) -> Generator[Target]:
     kept = read_credentials(settings.data)
     if kept.url is not None and kept.api_key is not None:
         target = Target(kept.url, kept.api_key)
@@ -68,7 +70,7 @@ def _server(settings: Settings, screen: TextScreen, *, port_given: bool) -> Iter
 
 
 @contextlib.contextmanager
-def _own_server(settings: Settings, screen: TextScreen, *, port_given: bool) -> Iterator[Target]:
+def _own_server(settings: Settings, screen: TextScreen, *, port_given: bool) -> Generator[Target]:
     if port_given:
         check_address(settings)
     elif is_taken(settings.host, settings.port):
@@ -79,13 +81,8 @@ def _own_server(settings: Settings, screen: TextScreen, *, port_given: bool) -> 
     screen.tell(f"Starting PostgreSQL, API and engine in {str(settings.data)!r} ...")
     background = BackgroundServer(settings)
     try:
-        try:
+        with explained():
             server = background.start()
-        except Exception as error:
-            refusal = refusal_of(error)
-            if refusal is None:
-                raise
-            raise refusal from error
         assert server.url is not None and server.api_key is not None
         screen.tell(f"Ready at {server.url}.")
         yield Target(server.url, server.api_key)
@@ -94,7 +91,7 @@ def _own_server(settings: Settings, screen: TextScreen, *, port_given: bool) -> 
 
 
 @contextlib.contextmanager
-def _on_termination() -> Iterator[None]:
+def _on_termination() -> Generator[None]:
     """SIGTERM leaves like Ctrl-D does: what was started is stopped in order."""
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from perdure.bootstrap import Server, open_server
 from perdure.cli.credentials import FILE_NAME, read_credentials
 from perdure.cli.exits import FAILED, OK
-from perdure.cli.starting import check_address, check_database, describe_database, refusal_of
+from perdure.cli.starting import check_address, check_database, describe_database, explained
 from perdure.environments.local import LocalEnvironment
 from perdure.settings import Settings
 
@@ -33,14 +33,8 @@ def serve(settings: Settings, roles: Roles, *, as_json: bool) -> int:
         check_address(settings)
     import uvloop
 
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_Process(settings, roles, as_json=as_json).run())
-    except Exception as error:
-        refusal = refusal_of(error)
-        if refusal is None:
-            raise
-        raise refusal from error
+    with explained(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Process(settings, roles, as_json=as_json).run())
 
 
 class _Process:

@@ -2,6 +2,8 @@
 
 import errno
 import socket
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -26,7 +28,9 @@ def is_taken(host: str, port: int) -> bool:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return True
-            raise CommandFailed(f"Can't listen on {host}:{port}: {error}. Choose --host and --port.", code=REFUSED) from None
+            raise CommandFailed(
+                f"Can't listen on {host}:{port}: {error}. Choose --host and --port.", code=REFUSED
+            ) from None
     return False
 
 
@@ -49,21 +53,20 @@ async def check_database(settings: Settings) -> None:
     await wait_ready(settings.database_url, DATABASE_S)
 
 
-def refusal_of(error: BaseException) -> CommandFailed | None:
-    """What an expected failure to start means to the person; None for a bug of ours, which keeps its traceback."""
+@contextmanager
+def explained() -> Generator[None]:
+    """Turn what may keep a server from starting into a message for the person. A bug of ours keeps its traceback."""
     from perdure.domain.errors import Unavailable
     from perdure.postgres.embedded import EmbeddedPostgresError
     from perdure.postgres.migrate import MigrationError
 
-    match error:
-        case CommandFailed():
-            return error
-        case EmbeddedPostgresError() | MigrationError() | OSError():
-            return CommandFailed(f"Can't start: {str(error).rstrip('.')}.", code=REFUSED)
-        case Unavailable():
-            return CommandFailed("Can't start: the database went away. `perdure doctor` looks for the reason.", code=REFUSED)
-        case _:
-            return None
+    try:
+        yield
+    except (EmbeddedPostgresError, MigrationError, OSError) as error:
+        raise CommandFailed(f"Can't start: {str(error).rstrip('.')}.", code=REFUSED) from error
+    except Unavailable as error:
+        message = "Can't start: the database went away. `perdure doctor` looks for the reason."
+        raise CommandFailed(message, code=REFUSED) from error
 
 
 def describe_database(settings: Settings) -> str:

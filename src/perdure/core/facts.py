@@ -23,7 +23,6 @@ from perdure.ports.ledger import (
     Command,
     CreateSession,
     DeleteSession,
-    ModelErred,
     UpdateSession,
     WithdrawInput,
 )
@@ -114,8 +113,8 @@ def needs_of(command: Command) -> Needs:
                 heads_max=WAITING_HEADS_MAX if stops else 0, actions=refs, digests=_digests(command.submission)
             )
         case Advance():
-            failed = isinstance(command.outcome, ModelErred) or command.lease is None
-            return Needs(heads_max=WAITING_COUNT_MAX if failed else WAITING_HEADS_MAX)
+            # Any of them may end a turn by an error, which drops all that waits.
+            return Needs(heads_max=WAITING_COUNT_MAX)
         case UpdateSession():
             return Needs(config=True)
         case ArchiveSession() | DeleteSession() | WithdrawInput():

@@ -1,120 +1,237 @@
-"""Hints between processes over LISTEN and NOTIFY, on a connection of its own and never inside the ledger's transactions.
+"""The bus between processes: `LISTEN` and `NOTIFY` on a connection of its own, never inside a transaction of the ledger.
 
-Notifications carry ids only and are coalesced: many commits make one. A lost one costs a sweep's time.
+Only ids travel. What gets lost is made good by whoever receives `on_gap`, and by the sweep: it costs latency, never a fact.
 """
 
 import asyncio
-import contextlib
-from collections.abc import Callable
+import base64
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 from uuid import UUID, uuid4
 
-import msgspec
-
+from perdure import telemetry
 from perdure.ports.bus import Hint, Preview
-from perdure.postgres.pool import connect, is_lost
+from perdure.postgres.pool import connect, is_busy, is_lost
 
-CHANNEL: Final = "perdure_hint"
+CHANNEL: Final = "perdure"
 COALESCE_S: Final = 0.002
-"""Notifications leave at most this often: each is a commit for the database."""
+"""At most one `NOTIFY` in this time: each takes a lock that the whole server shares."""
 
-HINTS_MAX: Final = 80
-"""Hints in one payload: PostgreSQL takes 8,000 bytes, one hint needs at most 90."""
+PAYLOAD_BYTES_MAX: Final = 7_900
+"""PostgreSQL refuses 8,000 and more."""
 
-RECONNECT_S: Final = 0.5
+PENDING_MAX: Final = 10_000
+"""Hints kept for sending. Beyond it, the others are told to look at everything."""
+
+BACKOFF_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
+LAST_WORDS_S: Final = 0.5
+"""What a process that stops gives to hints not yet sent."""
+
+HEARTBEAT_S: Final = 5.0
+"""A connection on which nothing happened for this long is asked whether it is still one."""
+
+_VERSION: Final = "1"
+_EVERYTHING: Final = "*"
+_TOKEN_CHARS: Final = 22
+
+
+class _Lost(Exception):
+    """The connection is gone."""
+
+
+def _token(identity: UUID) -> str:
+    return base64.urlsafe_b64encode(identity.bytes).decode("ascii").rstrip("=")
+
+
+def _identity(token: str) -> UUID:
+    if len(token) != _TOKEN_CHARS:
+        raise ValueError(token)
+    return UUID(bytes=base64.urlsafe_b64decode(token + "=="))
+
+
+def encode_hint(hint: Hint) -> str:
+    """A hint in a few dozen characters: session, thread, and `!` for a stop, with dots between."""
+    thread = "" if hint.thread_id is None else _token(hint.thread_id)
+    return f"{_token(hint.session_id)}.{thread}.{'!' if hint.stop else ''}"
+
+
+def decode_hint(text: str) -> Hint:
+    """The hint behind the text; `ValueError` when it is none."""
+    session, thread, stop = text.split(".")
+    return Hint(session_id=_identity(session), thread_id=_identity(thread) if thread else None, stop=stop == "!")
+
+
+def payloads(process: UUID, hints: Iterable[Hint]) -> list[str]:
+    """As few payloads as these hints fit into."""
+    head = f"{_VERSION} {_token(process)}"
+    out: list[str] = []
+    current = head
+    for text in map(encode_hint, hints):
+        if len(current) + 1 + len(text) > PAYLOAD_BYTES_MAX:
+            out.append(current)
+            current = head
+        current += f" {text}"
+    if current != head:
+        out.append(current)
+    return out
 
 
 class NotifyBus:
-    """See `perdure.ports.bus.Bus`. Previews stay in this process."""
+    """See `perdure.ports.bus.Bus`. Previews stay in the process."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, process: UUID | None = None) -> None:
         self._url = url
-        self._origin = uuid4().hex
-        self._hints: dict[tuple[UUID, UUID | None], bool] = {}
-        self._pending = asyncio.Event()
-        self._receivers: list[Callable[[Hint], None]] = []
-        self._previews: list[Callable[[Preview], None]] = []
-        self._gap: list[Callable[[], None]] = []
+        self._process = process or uuid4()
+        self._hint_receivers: list[Callable[[Hint], None]] = []
+        self._preview_receivers: list[Callable[[Preview], None]] = []
+        self._gap_receivers: list[Callable[[], None]] = []
+        self._pending: dict[Hint, None] = {}
+        self._everything = False
+        self._stirred = asyncio.Event()
+        self._stopping = False
         self._task: asyncio.Task[None] | None = None
-        self.listening = asyncio.Event()
+        self._tried = asyncio.Event()
+        self._log = telemetry.logger("bus")
+
+    # ------------------------------------------------------------------------------------------------------------ port
 
     def publish(self, hint: Hint) -> None:
-        """Tell the other processes, within milliseconds; never waits."""
-        key = (hint.session_id, hint.thread_id)
-        self._hints[key] = self._hints.get(key, False) or hint.stop
-        self._pending.set()
+        """Tell the other processes, within a few milliseconds; never waits."""
+        if len(self._pending) < PENDING_MAX:
+            self._pending[hint] = None
+        else:
+            self._everything = True
+        self._stirred.set()
 
     def preview(self, preview: Preview) -> None:
-        """Show a piece of text to this process's readers."""
-        for receive in self._previews:
+        """Show a piece of text to whoever watches in this process."""
+        for receive in self._preview_receivers:
             receive(preview)
 
     def on_hint(self, receive: Callable[[Hint], None]) -> None:
         """Call `receive` for every hint of another process."""
-        self._receivers.append(receive)
+        self._hint_receivers.append(receive)
 
     def on_preview(self, receive: Callable[[Preview], None]) -> None:
         """Call `receive` for every preview."""
-        self._previews.append(receive)
+        self._preview_receivers.append(receive)
 
-    def on_gap(self, call: Callable[[], None]) -> None:
-        """Call after a reconnection: hints may have been lost."""
-        self._gap.append(call)
+    def on_gap(self, receive: Callable[[], None]) -> None:
+        """Call `receive` when hints may have been missed, of any session: after a reconnect, or when others sent too many."""
+        self._gap_receivers.append(receive)
+
+    # ------------------------------------------------------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Listen and send until `stop`."""
-        self._task = asyncio.create_task(self._run(), name="notify")
+        """Begin to listen and to send; returns once the first try to connect is over. A database that is away is waited for."""
+        self._task = asyncio.create_task(self._run(), name="notify-bus")
+        await self._tried.wait()
 
     async def stop(self) -> None:
-        """End."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        """Send what is pending if that is possible now, and end. Repeatable."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        self._stopping = True
+        self._stirred.set()
+        await asyncio.wait({task}, timeout=LAST_WORDS_S)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     async def _run(self) -> None:
-        first = True
+        """A supervised loop: connect, serve until the connection is lost, again."""
+        failures = 0
+        gap = False
+        while True:
+            connection: Any = None
+            try:
+                connection = await self._connected()
+                failures = 0
+                if gap:
+                    self._tell_gap()
+                self._tried.set()
+                await self._serve(connection)
+                return
+            except Exception as error:  # noqa: BLE001
+                if not (isinstance(error, _Lost) or is_lost(error) or is_busy(error)):
+                    self._log.error("bus_failed", error=f"{type(error).__name__}: {error}")
+            finally:
+                if connection is not None:
+                    connection.terminate()
+            gap = True
+            self._tried.set()
+            if self._stopping:
+                return
+            await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
+            failures += 1
+
+    async def _connected(self) -> Any:
+        connection = await connect(self._url, application_name="perdure-bus", hot=True)
+        try:
+            connection.add_termination_listener(lambda _: self._stirred.set())
+            # A hint that a crash of the server loses is no loss.
+            await connection.execute("set synchronous_commit = off")
+            await connection.add_listener(CHANNEL, self._on_notify)
+        except BaseException:
+            connection.terminate()
+            raise
+        return connection
+
+    async def _serve(self, connection: Any) -> None:
+        """Send what is pending, never more often than the coalescing time, until the connection breaks or we are to stop."""
         while True:
             try:
-                await self._serve(first=first)
-            except Exception as error:
-                if not is_lost(error):
-                    raise
-            first = False
-            self.listening.clear()
-            await asyncio.sleep(RECONNECT_S)
-
-    async def _serve(self, *, first: bool) -> None:
-        connection = await connect(self._url, application_name="perdure-notify", hot=True)
-        try:
-            await connection.add_listener(CHANNEL, self._receive)
-            self.listening.set()
-            if not first:
-                for call in self._gap:
-                    call()
-            while True:
-                if not self._pending.is_set() and connection.is_closed():
-                    return
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(1.0):
-                        await self._pending.wait()
-                await self._send(connection)
-        finally:
-            connection.terminate()
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._stirred.wait()
+            except TimeoutError:
+                await connection.execute("select 1")
+                continue
+            self._stirred.clear()
+            if connection.is_closed():
+                raise _Lost
+            await self._send(connection)
+            if self._stopping:
+                return
+            await asyncio.sleep(COALESCE_S)
 
     async def _send(self, connection: Any) -> None:
-        self._pending.clear()
-        while self._hints:
-            batch = [self._hints.popitem() for _ in range(min(HINTS_MAX, len(self._hints)))]
-            body = [[s.hex, t.hex if t else "", int(stop)] for (s, t), stop in batch]
-            payload = msgspec.json.encode([self._origin, body]).decode()
-            await connection.execute("select pg_notify($1, $2)", CHANNEL, payload)
-        await asyncio.sleep(COALESCE_S)
-
-    def _receive(self, _connection: Any, _pid: int, _channel: str, payload: str) -> None:
-        origin, body = msgspec.json.decode(payload, type=tuple[str, list[tuple[str, str, int]]])
-        if origin == self._origin:
+        hints, self._pending = self._pending, {}
+        everything, self._everything = self._everything, False
+        if everything:
+            messages = [f"{_VERSION} {_token(self._process)} {_EVERYTHING}"]
+        else:
+            messages = payloads(self._process, hints)
+        if not messages:
             return
-        for session, thread, stop in body:
-            hint = Hint(session_id=UUID(session), thread_id=UUID(thread) if thread else None, stop=bool(stop))
-            for receive in self._receivers:
+        try:
+            await connection.execute("select pg_notify($1, m) from unnest($2::text[]) as m", CHANNEL, messages)
+        except BaseException:
+            # Sent twice is harmless, lost is not.
+            self._pending = hints | self._pending
+            self._everything = self._everything or everything or len(self._pending) > PENDING_MAX
+            self._stirred.set()
+            raise
+
+    # ------------------------------------------------------------------------------------------------------- receiving
+
+    def _on_notify(self, _connection: Any, _pid: int, _channel: str, payload: object) -> None:
+        version, _, rest = str(payload).partition(" ")
+        sender, _, body = rest.partition(" ")
+        if version == _VERSION and sender == _token(self._process):
+            return
+        try:
+            hints = None if version != _VERSION or body == _EVERYTHING else [decode_hint(t) for t in body.split(" ")]
+        except ValueError:
+            self._log.warning("bus_payload_unreadable", payload=str(payload)[:100])
+            hints = None
+        if hints is None:
+            # Also what a process of another release says: what it means is unknown, that something changed is not.
+            self._tell_gap()
+            return
+        for hint in hints:
+            for receive in self._hint_receivers:
                 receive(hint)
+
+    def _tell_gap(self) -> None:
+        for receive in self._gap_receivers:
+            receive()

@@ -251,7 +251,7 @@ class History:
         session_id = self._session(rng)
         arrivals = self._answers(rng, session_id) if rng.random() < 0.75 else []
         if not arrivals or rng.random() < 0.2:
-            for _ in range(rng.choice((1, 1, 1, 2, 3))):
+            for _ in range(rng.choice((1, 1, 1, 2, 3)) if rng.random() > 0.02 else 40):
                 arrivals.insert(rng.randint(0, len(arrivals)), self._message(rng))
         if rng.random() < 0.15:
             arrivals.insert(rng.randint(0, len(arrivals)), self._interrupt())

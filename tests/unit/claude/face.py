@@ -109,9 +109,11 @@ class Frames:
         self.data = b""
         self._broken = broken
         self._grown = asyncio.Event()
+        self.begun = asyncio.Event()
 
     async def start(self, headers: dict[str, str]) -> None:
         self.headers = headers
+        self.begun.set()
 
     async def write(self, data: bytes) -> None:
         if self._broken:
@@ -238,11 +240,9 @@ class Face:
         assert isinstance(route, StreamRoute)
         frames = Frames(broken=broken)
         task = asyncio.create_task(route.handler(self.services, request, frames))
-        if broken:
-            return Stream(frames, task)
-        async with asyncio.timeout(WAIT_S):
-            while frames.headers is None and not task.done():
-                await asyncio.sleep(0)
+        begun = asyncio.ensure_future(frames.begun.wait())
+        await asyncio.wait({task, begun}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        begun.cancel()
         return Stream(frames, task)
 
     # a session, step by step

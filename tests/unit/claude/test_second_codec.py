@@ -11,11 +11,11 @@ from tests.unit.claude.face import Face, call_plan, rows_of
 from perdure.domain.ids import token
 from perdure.ports.ledger import SeenEvent
 
+STATUS = {"active": "in_progress", "wait_action": "requires_action", "idle": "idle", "terminated": "failed"}
+
 
 class OtherFace:
     """`item.added` and `item.done` with places, `turn.*` with usage, and a status that is said only when it changes."""
-
-    STATUS = {"active": "in_progress", "wait_action": "requires_action", "idle": "idle", "terminated": "failed"}
 
     def __init__(self) -> None:
         self.status = ""
@@ -50,7 +50,7 @@ class OtherFace:
             case "action.opened":
                 return [{"type": "required_action", "item": item}]
             case "session.phase":
-                status = self.STATUS[event.kind]
+                status = STATUS[event.kind]
                 changed, self.status = status != self.status, status
                 return [{"type": f"session.{status}"}] if changed else []
             case _:

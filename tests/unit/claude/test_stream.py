@@ -5,6 +5,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from anthropic._streaming import SSEDecoder
 from anthropic.types.beta.sessions import BetaManagedAgentsStreamSessionEvents
 from pydantic import TypeAdapter
 from tests.unit.claude.face import Face, Stream, call_plan
@@ -107,7 +108,7 @@ async def test_resuming_anywhere_has_no_gap_and_no_repeat(face: Face, place: int
 
 
 @pytest.mark.rule("MA-B7.5")
-@pytest.mark.parametrize("bad", ["x", "1", "0.0", "1.2.3", "-1.0", "1.x", "999.0", "9" * 30 + ".0", "٣.0"])
+@pytest.mark.parametrize("bad", ["x", "1", "0.0", "1.2.3", "-1.0", "1.x", "999.0", "1.3", "9" * 30 + ".0", "٣.0"])
 async def test_an_id_of_no_stream_is_refused(face: Face, bad: str) -> None:
     session = await face.session()
     await face.turn(session, "a", "b")
@@ -115,6 +116,32 @@ async def test_an_id_of_no_stream_is_refused(face: Face, bad: str) -> None:
     assert refused is not None
     assert (refused.kind, refused.param) == ("invalid", "Last-Event-ID")
     assert refused.message.startswith("Last-Event-ID: ")
+
+
+async def test_an_id_just_ahead_of_the_session_is_refused(face: Face) -> None:
+    session = await face.session()
+    await face.turn(session, "a", "b")
+    head = await face.ledger.read_head(ids(session)[0])
+    assert head is not None
+    ahead = await (await face.open(path(session), headers={"last-event-id": f"{head + 1}.0"})).task
+    assert ahead is not None
+    latest = await face.open(path(session), headers={"last-event-id": f"{head}.2"})
+    await face.say(session, "c")
+    events = await latest.until("session.thread_status_running")
+    assert [e["type"] for e in events] == ["user.message", "session.status_running", "session.thread_status_running"]
+    await latest.close()
+
+
+@pytest.mark.rule("MA-B7.1", "MA-B7.2")
+async def test_the_decoder_of_the_sdk_reads_the_frames(face: Face) -> None:
+    session = await face.session()
+    opened = await face.open(path(session))
+    await face.turn(session, "line\nline\u2028\u0085line", "é\r\n")
+    await opened.until("session.status_idle")
+    read = list(SSEDecoder().iter_bytes(iter([opened.frames.data])))
+    assert [s.event for s in read if s.data] == opened.frames.types()
+    assert [s.json() for s in read if s.data] == opened.frames.events()
+    await opened.close()
 
 
 def text(item: UUID, offset: int, piece: str, session: str) -> PreviewDelta:

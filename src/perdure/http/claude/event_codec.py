@@ -27,7 +27,7 @@ Expansion: TypeAlias = list[tuple[str, str, Fields]]
 
 
 class WireEvent(msgspec.Struct, frozen=True):
-    """One event as clients get it. (`seq`, `place`) is its cursor; `data` is encoded once, for every reader."""
+    """One event as clients get it. (`seq`, `place`) is its cursor; `data` is its JSON, ready to be sent or put into a page."""
 
     seq: int
     place: int

@@ -46,7 +46,7 @@ _KNOWN: Final = (
     "statuses",
     "statuses[]",
 )
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_UNIX_ZERO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _TIME_BYTES: Final = 8
 _PLACE_BYTES: Final = 1 + _TIME_BYTES + 16
 
@@ -174,7 +174,7 @@ def _scope(order: str) -> str:
 
 
 def _seal(request: Request, scope: str, view: SessionView, *, back: bool) -> str:
-    at = (view.session.created_at - _EPOCH) // timedelta(microseconds=1)
+    at = (view.session.created_at - _UNIX_ZERO) // timedelta(microseconds=1)
     place = bytes([back]) + at.to_bytes(_TIME_BYTES, "big", signed=True) + view.session.id.bytes
     return seal(request.workspace_id, scope, place)
 
@@ -192,7 +192,7 @@ def _read_place(request: Request, order: str, bounds: Bounds) -> _Place | Refuse
             )
         return bad_cursor(NOT_OURS)
     micros = int.from_bytes(raw[1 : 1 + _TIME_BYTES], "big", signed=True)
-    at = _EPOCH + timedelta(microseconds=micros)
+    at = _UNIX_ZERO + timedelta(microseconds=micros)
     if not bounds.holds(at):
         return bad_cursor("the created_at filter excludes the place of this cursor; start again without it.")
     return _Place(at, UUID(bytes=raw[1 + _TIME_BYTES :]), bool(raw[0]))

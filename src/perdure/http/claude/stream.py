@@ -36,6 +36,9 @@ HEADERS: Final = {
 
 _KNOWN: Final = ("event_deltas", "event_deltas[]")
 _ID_PARTS: Final = 2
+_PLACE_MAX: Final = 2
+"""A row becomes at most three events."""
+
 _ID_DIGITS_MAX: Final = 18
 
 
@@ -53,6 +56,8 @@ async def stream_of(services: Services, request: Request, send: SendStream, view
     resume = read_last_id(request.headers.get("last-event-id"))
     if isinstance(resume, Refused):
         return resume
+    if resume is not None and resume.seq > view.session.receipt_seq:
+        return _bad_id("this session has no event with this id yet")
     session_id = view.session.id
     reader = await services.feeds.subscribe(
         session_id, after_seq=None if resume is None else resume.seq - 1, previews=bool(deltas)
@@ -60,8 +65,6 @@ async def stream_of(services: Services, request: Request, send: SendStream, view
     if reader is None:
         return SESSION_NOT_FOUND
     try:
-        if resume is not None and reader.start_seq < resume.seq - 1:
-            return _bad_id("this session has no event with this id yet")
         agent: dict[str, Any] = msgspec.json.decode(view.config.agent)
         await send.start(HEADERS)
         await send.write(OPENED)
@@ -160,7 +163,7 @@ def read_last_id(text: str | None) -> Cursor | Refused | None:
         return None
     parts = text.split(".")
     digits = all(p.isascii() and p.isdigit() and len(p) <= _ID_DIGITS_MAX for p in parts)
-    if len(parts) != _ID_PARTS or not digits or int(parts[0]) < 1:
+    if len(parts) != _ID_PARTS or not digits or int(parts[0]) < 1 or int(parts[1]) > _PLACE_MAX:
         return _bad_id("it is not an id of this stream")
     return Cursor(int(parts[0]), int(parts[1]))
 

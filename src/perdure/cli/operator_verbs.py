@@ -6,7 +6,7 @@ import msgspec
 
 from perdure.bootstrap import diagnose, migrate
 from perdure.cli.exits import FAILED, OK
-from perdure.cli.starting import check_database, refusal_of
+from perdure.cli.starting import check_database, explained
 from perdure.cli.table import show_json
 from perdure.settings import Settings
 
@@ -32,13 +32,8 @@ def migrate_database(settings: Settings, *, as_json: bool) -> int:
         await check_database(settings)
         return await migrate(settings)
 
-    try:
+    with explained():
         applied = asyncio.run(run())
-    except Exception as error:
-        refusal = refusal_of(error)
-        if refusal is None:
-            raise
-        raise refusal from error
     if as_json:
         show_json({"applied": applied})
         return OK

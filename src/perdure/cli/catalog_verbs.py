@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 
 from perdure.bootstrap import open_catalog
 from perdure.cli.exits import OK, REFUSED, CommandFailed
-from perdure.cli.starting import check_database, refusal_of
+from perdure.cli.starting import check_database, explained
 from perdure.cli.table import show_json, show_rows, to_text_time
 from perdure.core.auth import make_key
 from perdure.domain import ids
@@ -61,7 +61,9 @@ def revoke_key(settings: Settings, key_id: str, *, as_json: bool) -> int:
     """Refuse a key from now on; repeatable."""
     parsed = ids.parse_wire(key_id, KEY)
     if parsed is None:
-        raise CommandFailed(f"{key_id!r} is no key id: it starts with {KEY}; `perdure keys list` shows them.", code=REFUSED)
+        raise CommandFailed(
+            f"{key_id!r} is no key id: it starts with {KEY}; `perdure keys list` shows them.", code=REFUSED
+        )
     record = in_catalog(settings, lambda catalog: catalog.revoke_key(parsed))
     if record is None:
         raise CommandFailed(f"There is no key {key_id}: `perdure keys list` shows them.")
@@ -104,13 +106,8 @@ def in_catalog(settings: Settings, work: Callable[[Catalog], Awaitable[_T]]) -> 
         async with open_catalog(settings) as catalog:
             return await work(catalog)
 
-    try:
+    with explained():
         return asyncio.run(run())
-    except Exception as error:
-        refusal = refusal_of(error)
-        if refusal is None:
-            raise
-        raise refusal from error
 
 
 async def _find_workspace(catalog: Catalog, name: str) -> WorkspaceRecord:

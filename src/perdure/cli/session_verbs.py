@@ -24,7 +24,10 @@ def list_sessions(client: Client, *, limit: int, statuses: list[str], archived: 
         return OK
     rows = [_session_row(session) for session in sessions]
     show_rows(
-        ("id", "status", "model", "created_at", "title"), rows, as_json=False, empty="No sessions: `perdure chat` begins one."
+        ("id", "status", "model", "created_at", "title"),
+        rows,
+        as_json=False,
+        empty="No sessions: `perdure chat` begins one.",
     )
     return OK
 
@@ -62,5 +65,7 @@ def _session_row(session: Json) -> dict[str, Any]:
 def _checked(identity: str, prefixes: tuple[str, ...]) -> str:
     """An id that may stand in a path."""
     if not identity.startswith(prefixes):
-        raise CommandFailed(f"{identity!r} is not an id of this kind: it starts with {' or '.join(prefixes)}.", code=REFUSED)
+        raise CommandFailed(
+            f"{identity!r} is not an id of this kind: it starts with {' or '.join(prefixes)}.", code=REFUSED
+        )
     return quote(identity, safe="")
