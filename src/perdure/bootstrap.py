@@ -326,7 +326,10 @@ class _Parts:
             await asyncio.sleep(period_s)
 
     async def _housekeep(self) -> None:
-        await self._supervised("housekeeping", HOUSEKEEPING_S, lambda: housekeeping.purge(self.pool))
+        async def purge() -> None:
+            await housekeeping.purge(self.pool)
+
+        await self._supervised("housekeeping", HOUSEKEEPING_S, purge)
 
     async def _note_written(self) -> None:
         async def note() -> None:

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from perdure.testing.histories import Failed, Move, Play, Shape, shrink, step_seeds
 from tests.differential.postgres_side import (
     PostgresSide,
     comparable_answer,
     differences,
     oracle_snapshot,
 )
+
+from perdure.testing.histories import Failed, Move, Play, Shape, shrink, step_seeds
 
 
 class Comparison:
@@ -40,9 +41,7 @@ class Comparison:
         self.play.learn(move, expected_between, expected)
 
     async def _compare_rows(self, when: str, session_ids: set[object]) -> None:
-        found = differences(
-            oracle_snapshot(self.play.oracle, session_ids), await self.side.snapshot(session_ids)
-        )
+        found = differences(oracle_snapshot(self.play.oracle, session_ids), await self.side.snapshot(session_ids))
         if found:
             raise Failed(f"{when}: " + "\n".join(found))
 
@@ -66,11 +65,9 @@ async def _shrunk(url: str, seeds: Sequence[int], shape: Shape | None) -> list[i
         try:
             await Comparison(url, shape).run(fewer)
             failed = False
-        except Exception:
+        except Exception:  # noqa: BLE001  whatever it is, it is what the shrinking looks for
             failed = True
         try:
             fewer = search.send(failed)
         except StopIteration as done:
             return done.value
-
-

@@ -3,7 +3,6 @@
 import os
 
 import pytest
-
 from tests.differential.comparison import compare
 
 LONG = bool(os.environ.get("PERDURE_LONG"))

@@ -117,7 +117,9 @@ def needs_of(command: Command) -> Needs:
             return Needs(heads_max=WAITING_COUNT_MAX)
         case UpdateSession():
             return Needs(config=True)
-        case ArchiveSession() | DeleteSession() | WithdrawInput():
+        case DeleteSession():
+            return Needs(heads_max=WAITING_COUNT_MAX, digests=_digests(command.submission))
+        case ArchiveSession() | WithdrawInput():
             return Needs(heads_max=WAITING_COUNT_MAX)
         case _:
             return Needs()

@@ -186,6 +186,14 @@ def delete(draft: Draft, command: DeleteSession) -> Done | Refused:
     refused = _refuse_foreign(draft, command.workspace_id)
     if refused is not None:
         return refused
+    key = command.submission
+    match decide_submission(key, draft.submissions.get(key.digest) if key else None, draft.now):
+        case Refused() as misused:
+            return misused
+        case Repeat():
+            return Done()
+        case _:
+            pass
     if draft.session.state == "deleting":
         return Done()
     refused = refuse_delete(draft.session.state, draft.session.status)
@@ -196,6 +204,8 @@ def delete(draft: Draft, command: DeleteSession) -> Done | Refused:
         drop_waiting(draft, thread.id, "cancelled", "session_deleted")
         draft.sleep(thread.id)
     draft.touch(state="deleting", incarnation=draft.session.incarnation + 1)
+    if key is not None:
+        record_submission(draft, key, ())
     return Done()
 
 

@@ -20,7 +20,7 @@ from perdure.domain.event import (
 from perdure.domain.item import call_id
 from perdure.domain.mailbox import Custody, Input, companions
 from perdure.domain.profile import PROFILES
-from perdure.domain.session import SessionStatus
+from perdure.domain.projection import STATUS_OF_PHASE
 from perdure.domain.step import Step
 from perdure.domain.transcript import (
     AMBIGUOUS_TEXT,
@@ -31,17 +31,6 @@ from perdure.domain.transcript import (
     text_result,
 )
 from perdure.domain.turn import Turn, TurnOutcome
-
-_STATUS: dict[PhaseName, SessionStatus] = {
-    "idle": "idle",
-    "wait_action": "idle",
-    "wait_env": "idle",
-    "active": "running",
-    "retrying": "rescheduling",
-    "failed": "idle",
-    "terminated": "terminated",
-}
-
 
 def set_phase(
     draft: Draft,
@@ -54,7 +43,7 @@ def set_phase(
     reissue: bool = False,
 ) -> None:
     """Publish a phase and move the status with it, in the same commit."""
-    status = _STATUS[name]
+    status = STATUS_OF_PHASE[name]
     if status == "running" and draft.session.running_since is None:
         draft.touch(status=status, running_since=draft.now)
     elif status in ("idle", "terminated"):

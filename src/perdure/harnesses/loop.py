@@ -237,6 +237,5 @@ def _effort(agent: dict[str, Any]) -> str | None:
 
 def _networked(environment: dict[str, Any]) -> bool:
     """Whether tools may use the network: what the session's environment says; without one they may not."""
-    config: dict[str, Any] = environment.get("config") or {}
-    networking: dict[str, Any] = config.get("networking") or {}
+    networking: dict[str, Any] = environment.get("networking") or {}
     return networking.get("type") == "unrestricted"

@@ -182,6 +182,7 @@ class DeleteSession(msgspec.Struct, frozen=True, kw_only=True):
 
     session_id: UUID
     workspace_id: UUID
+    submission: SubmissionKey | None = None
 
 
 class WithdrawInput(msgspec.Struct, frozen=True, kw_only=True):

@@ -168,7 +168,7 @@ class NotifyBus:
     async def _connected(self) -> Any:
         connection = await connect(self._url, application_name="perdure-bus", hot=True)
         try:
-            connection.add_termination_listener(lambda _: self._stirred.set())
+            connection.add_termination_listener(self._on_closed)
             # A hint that a crash of the server loses is no loss.
             await connection.execute("set synchronous_commit = off")
             await connection.add_listener(CHANNEL, self._on_notify)
@@ -176,6 +176,9 @@ class NotifyBus:
             connection.terminate()
             raise
         return connection
+
+    def _on_closed(self, _connection: Any) -> None:
+        self._stirred.set()
 
     async def _serve(self, connection: Any) -> None:
         """Send what is pending, never more often than the coalescing time, until the connection breaks or we are to stop."""

@@ -24,7 +24,6 @@ from perdure.domain.turn import Lease
 from perdure.domain.wakeup import Wakeup
 from perdure.ports.ledger import (
     Accept,
-    Accepted,
     Advance,
     ArchiveSession,
     Arrival,
@@ -216,7 +215,9 @@ class History:
         return Arrival(kind="message", body=encode({"content": [{"type": "text", "text": text}]}))
 
     def _system(self) -> Arrival:
-        return Arrival(kind="system", body=encode({"content": [{"type": "text", "text": "be brief"}]}), param="events.1")
+        return Arrival(
+            kind="system", body=encode({"content": [{"type": "text", "text": "be brief"}]}), param="events.1"
+        )
 
     def _interrupt(self) -> Arrival:
         return Arrival(kind="interrupt", body=b"{}")
@@ -232,7 +233,9 @@ class History:
         if dice < 0.08:
             closed = self.oracle.rows(Action, session_id)
             known = rng.choice(closed) if closed else None
-            arrivals.append(self._answer(rng, known.id if known else self._fresh(rng), rng.choice(("custom", "confirm"))))
+            arrivals.append(
+                self._answer(rng, known.id if known else self._fresh(rng), rng.choice(("custom", "confirm")))
+            )
         elif dice < 0.12 and arrivals:
             arrivals.append(rng.choice(arrivals))
         return arrivals
@@ -330,7 +333,9 @@ class History:
             return None
         seat, step, lease = flight
         stopped = step.thread_id in seat.stopping and rng.random() < 0.7
-        outcome = random_stop(rng, step) if stopped or rng.random() < 0.02 else random_outcome(rng, step, self.shape.mix)
+        outcome = (
+            random_stop(rng, step) if stopped or rng.random() < 0.02 else random_outcome(rng, step, self.shape.mix)
+        )
         return Advance(
             session_id=step.session_id,
             thread_id=step.thread_id,
@@ -396,9 +401,9 @@ class History:
     def saw(self, command: Command, result: Result) -> None:
         """Learn from an answer."""
         self._recent = [*self._recent[-7:], command]
-        if isinstance(command, CreateSession) and not isinstance(result, Refused):
-            if command.session_id not in self.sessions and (command.session_id,) in self.oracle.tables[Session]:
-                self.sessions.append(command.session_id)
+        made = isinstance(command, CreateSession) and not isinstance(result, Refused)
+        if made and (command.session_id,) in self.oracle.tables[Session] and command.session_id not in self.sessions:
+            self.sessions.append(command.session_id)
         seat = next((s for s in self.seats if isinstance(command, Advance) and s.id == command.worker_id), None)
         if seat is not None and isinstance(command, Advance):
             self._worked(seat, command, result)
@@ -563,6 +568,3 @@ def hunt(seed: int, length: int, shape: Shape | None = None) -> Any:
     except Exception as error:
         short = shortest(seeds, fails_on_oracle)
         raise Failed(f"history {seed} of {length} fails; play_all({short}) shows it: {error}") from error
-
-
-

@@ -221,6 +221,8 @@ class SimWorker:
         if runner is not None:
             runner.poke()
             return
+        if not self.alive:
+            return
         self.runners[thread_id] = SimRunner(self, session_id, thread_id)
         self.runners[thread_id].look(None)
 
@@ -491,9 +493,7 @@ class SimClient:
     def _send(self, arrivals: tuple[Arrival, ...]) -> None:
         """Sent once, and again when the answer was lost, under the same key."""
         digest = self.world.fresh().bytes
-        key = SubmissionKey(
-            digest=digest, body_digest=digest, explicit=True, attempt=0, process=self.world.workspace
-        )
+        key = SubmissionKey(digest=digest, body_digest=digest, explicit=True, attempt=0, process=self.world.workspace)
         command = Accept(
             session_id=self.session_id, workspace_id=self.world.workspace, arrivals=arrivals, submission=key
         )

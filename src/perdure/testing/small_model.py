@@ -192,7 +192,9 @@ class _Replay:
     def _turn_ended(self, event: Event) -> None:
         self.expect(event.turn_id == self.turn is not None, event, "a turn ends once")
         outcome = _snap(event).get("outcome")
-        self.expect((outcome == "interrupted") == self.must_interrupt, event, "an interrupt accepted before the end wins")
+        self.expect(
+            (outcome == "interrupted") == self.must_interrupt, event, "an interrupt accepted before the end wins"
+        )
         self.expect(all(s in self.settled for s in self.of_turn), event, "inputs are settled before their turn ends")
         self.expect(not self.open_actions and not self.answered, event, "no action outlives its turn")
         self.expect(not self.spans, event, "no model span outlives its turn")
@@ -332,9 +334,8 @@ def _check_steps(trace: Trace) -> list[str]:
             dispatched.setdefault((step.turn_id, step.round, step.position), []).append(step)
         if step.state in ("prepared", "dispatched") and step.turn_id not in unsettled_turns:
             faults.append(f"step {step.id} is {step.state} in a settled turn")
-    for tries in dispatched.values():
-        if len(tries) > 1 and any(s.on_lost != "repeat" for s in tries):
-            faults.append(f"call {tries[0].item_id} was started {len(tries)} times")
+    twice = [tries for tries in dispatched.values() if len(tries) > 1 and any(s.on_lost != "repeat" for s in tries)]
+    faults += [f"call {tries[0].item_id} was started {len(tries)} times" for tries in twice]
     return faults
 
 

@@ -148,7 +148,9 @@ async def delete_session(services: Services, request: Request) -> Response | Ref
     session_id = session_id_of(request)
     if isinstance(session_id, Refused):
         return session_id
-    done = await services.ledger.delete(DeleteSession(session_id=session_id, workspace_id=request.workspace_id))
+    done = await services.ledger.delete(
+        DeleteSession(session_id=session_id, workspace_id=request.workspace_id, submission=request.submission)
+    )
     if isinstance(done, Refused):
         return done
     return answer({"id": to_wire_id(SESSION, session_id), "type": "session_deleted"})
