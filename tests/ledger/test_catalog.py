@@ -1,6 +1,7 @@
 """Both catalogs do the same; PostgreSQL's also survives what PostgreSQL does to its connections."""
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator
 from typing import Any
 from uuid import uuid4
@@ -8,11 +9,12 @@ from uuid import uuid4
 import pytest
 from tests.conftest import DurablePostgres, connected
 from tests.ledger.catalog_suite import BEHAVIOURS, Behaviour, a_workspace
+from tests.ledger.relay import relayed
 
 from perdure.domain.errors import InvariantViolation, Unavailable
 from perdure.ports.catalog import AgentRecord
 from perdure.postgres.catalog import PostgresCatalog
-from perdure.postgres.pool import ReadPool, connect, is_busy, is_lost
+from perdure.postgres.pool import PEER_LOST_MS, ReadPool, connect, is_busy, is_lost
 from perdure.testing.oracle_catalog import OracleCatalog
 
 
@@ -174,6 +176,21 @@ async def test_connections_bound_what_they_wait_for(database_url: str, hot: bool
     shown = [await connection.fetchval(f"show {name}") for name in names]
     await connection.close()
     assert shown == [*(("5s", "1s", "2s") if hot else ("1min", "10s", "30s")), "off", "perdure-test"]
+
+
+async def test_connection_over_the_network_notices_a_vanished_peer(database_url: str) -> None:
+    async with relayed(database_url) as relay:
+        connection = await connect(relay.url, application_name="perdure-test", hot=True)
+        ours = connection._transport.get_extra_info("socket")
+        assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == PEER_LOST_MS
+        assert await connection.fetchval("select 1") == 1
+        relay.freeze()
+        waiting = asyncio.create_task(connection.fetchval("select 1", timeout=0.2))
+        with pytest.raises(TimeoutError) as silent:
+            await waiting
+        assert is_lost(silent.value)
+        connection.terminate()
 
 
 async def test_errors_of_the_database_are_told_apart(database_url: str) -> None:

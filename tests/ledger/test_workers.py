@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from tests.conftest import DurablePostgres, connected
 from tests.ledger.ledger_sessions import claim, make_session, open_ledger
+from tests.ledger.relay import relayed
 
 from perdure.domain import ids
 from perdure.domain.errors import Unavailable
@@ -139,6 +140,12 @@ async def cut_lease(pool: ReadPool, worker_id: UUID) -> int:
         key >> 32,
         key & (2**32 - 1),
     )
+
+
+async def lock_holders(pool: ReadPool, worker_id: UUID) -> int:
+    key = worker_id.int & (2**64 - 1)
+    sql = "select count(*) from pg_locks where locktype = 'advisory' and classid::bigint = $1 and objid::bigint = $2"
+    return await pool.fetchval(sql, key >> 32, key & (2**32 - 1))
 
 
 async def cut_own(pool: ReadPool) -> None:
@@ -418,6 +425,36 @@ async def test_crash_of_a_backend_counts_as_a_restart(durable_postgres: DurableP
     # Lapsed, and not trusted yet.
     assert await find_dead(pool, me) == []
     await pool.close()
+
+
+async def test_frozen_network_stops_new_calls_until_the_lease_is_renewed_on_another_connection(
+    database_url: str, pool: ReadPool, me: Identity
+) -> None:
+    async with relayed(database_url) as relay, leased(relay.url) as (lease, lost):
+        assert lease.may_start()
+        relay.freeze()
+
+        async def may_not() -> bool:
+            return not lease.may_start()
+
+        async def may() -> bool:
+            lease.tick()
+            assert await find_dead(pool, me) == []
+            return lease.may_start()
+
+        await until(may_not)
+        relay.thaw()
+        # PostgreSQL knows nothing of our leaving: the old connection still has the lock, and so it is not free.
+        await until(may)
+        assert relay.frozen_count >= 1 and not lost.is_set()
+        await relay.drop_frozen()
+
+        async def locked_again() -> bool:
+            await find_dead(pool, me)
+            return await lock_holders(pool, lease.identity.id) == 1 and lease.may_start()
+
+        await until(locked_again)
+        assert not lost.is_set()
 
 
 async def test_no_seat_without_a_database(pool: ReadPool) -> None:

@@ -35,6 +35,9 @@ EVENT_BYTES_MAX: Final = 64 * 1024 * 1024
 """One event may carry a message as large as a request may be, encoded."""
 
 UNAUTHORIZED: Final = 401
+FIRST_TRIES_MAX: Final = 2
+"""Pauses before the first answer: a server that was never there is said to be missing soon."""
+
 RETRIED_STATUSES: Final = frozenset({429, 502, 503, 504})
 _BODY_CHARS_SHOWN: Final = 200
 
@@ -72,7 +75,8 @@ class Client:
     ) -> None:
         self.target = target
         self._sleep = sleep
-        self._pauses_s = pauses_s
+        self._pauses_s = tuple(pauses_s)
+        self._was_there = False
         self._http = httpx2.Client(
             base_url=target.url,
             headers={
@@ -114,13 +118,15 @@ class Client:
         body: Json | None = None,
     ) -> Json:
         headers = {"idempotency-key": str(uuid4())} if method == "POST" else {}
-        for pause_s in (*self._pauses_s, None):
+        pauses_s = self._pauses_s if self._was_there else self._pauses_s[:FIRST_TRIES_MAX]
+        for pause_s in (*pauses_s, None):
             try:
                 response = self._http.request(method, path, params=params, json=body, headers=headers)
             except httpx2.TransportError as error:
                 if pause_s is None:
                     raise self._unreachable(error) from None
             else:
+                self._was_there = True
                 if response.status_code not in RETRIED_STATUSES or pause_s is None:
                     return _answer_of(response)
             self._sleep(pause_s)

@@ -32,6 +32,9 @@ PEER_LOST_MS: Final = 5_000
 """How long a peer on the network may be silent before either side gives it up. Leases count on it: see `domain.lease`."""
 
 CONNECT_S: Final = 5
+STATEMENTS_MAX: Final = 500
+"""Prepared statements kept a connection: the forms of the write, and the reads."""
+
 REPLY_MARGIN_S: Final = 5.0
 """PostgreSQL ends a statement itself; if it did not even do that, it is not there any more."""
 
@@ -92,6 +95,9 @@ async def connect(url: str, *, application_name: str, hot: bool) -> Any:
         url,
         timeout=CONNECT_S,
         command_timeout=statement_ms / 1000 + REPLY_MARGIN_S,
+        statement_cache_size=STATEMENTS_MAX,
+        max_cached_statement_lifetime=0,
+        max_cacheable_statement_size=0,
         server_settings={
             "application_name": application_name,
             "statement_timeout": str(statement_ms),
@@ -100,6 +106,8 @@ async def connect(url: str, *, application_name: str, hot: bool) -> Any:
             "default_transaction_isolation": "read committed",
             # Compiling costs more than any of our statements takes.
             "jit": "off",
+            # The same few statements for ever: planning each anew costs more than running it.
+            "plan_cache_mode": "force_generic_plan",
             # PostgreSQL's own side; it ignores these on a Unix socket.
             "tcp_keepalives_idle": "2",
             "tcp_keepalives_interval": "1",
