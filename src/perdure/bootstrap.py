@@ -219,6 +219,7 @@ class _Parts:
         server = Server(url=None, database_url=self.url, api_key=await self.ensure_credentials() if api else None)
         if self.notify is not None:
             self.notify.on_hint(self.feeds.hinted)
+            self.notify.on_gap(self._hints_lost)
             await self.notify.start()
         self.bus.on_preview(self.feeds.preview)
         if worker:
@@ -298,6 +299,11 @@ class _Parts:
         self.engine.start()
         self.spawn(self._reap())
 
+    def _hints_lost(self) -> None:
+        self.feeds.look_at_all()
+        if self.engine is not None:
+            self.engine.sweep_now()
+
     def _seat_lost(self) -> None:
         """Others took our turns: drop every call, and begin again under a new name."""
         self.log.warning("lease_lost")
@@ -334,8 +340,13 @@ class _Parts:
     async def _note_written(self) -> None:
         async def note() -> None:
             notes = self.submissions.take_notes()
-            if notes:
+            if not notes:
+                return
+            try:
                 await housekeeping.mark_written(self.pool, notes)
+            except Unavailable:
+                self.submissions.give_back_notes(notes)
+                raise
 
         await self._supervised("written", WRITTEN_S, note)
 

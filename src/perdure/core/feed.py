@@ -6,7 +6,7 @@ is never the order. Nobody's execution waits for a reader: a reader that falls b
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol, TypeAlias
 from uuid import UUID
 
@@ -23,7 +23,7 @@ BACKLOG_BYTES_MAX: Final = 1024 * 1024
 
 READ_ROWS: Final = 200
 RECHECK_S: Final = 2.0
-"""A watched session is read again this often: a lost hint costs no more."""
+"""The heads of all watched sessions are read this often, in one query: a lost hint costs no more."""
 
 RING_ROWS: Final = 256
 """Recent rows kept, so that a row that refers to one of them needs no read."""
@@ -55,6 +55,10 @@ class FeedSource(Protocol):
 
     async def read_head(self, session_id: UUID) -> int | None:
         """The latest sequence; None when the session is gone."""
+        ...
+
+    async def read_heads(self, session_ids: Sequence[UUID]) -> dict[UUID, int]:
+        """The latest sequences of many sessions; one that is gone is not among them."""
         ...
 
 
@@ -216,18 +220,14 @@ class _Feed:
 
     async def _follow(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(RECHECK_S):
-                    await self._stale.wait()
-            except TimeoutError:
-                pass
+            await self._stale.wait()
             self._stale.clear()
             try:
                 if not await self._catch_up():
                     self.end(Gone())
                     return
             except Unavailable:
-                continue
+                continue  # the recheck marks it stale again
 
     async def _catch_up(self) -> bool:
         while True:
@@ -248,6 +248,7 @@ class Feeds:
         self._source = source
         self._feeds: dict[UUID, _Feed] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._rechecking: asyncio.Task[None] | None = None
 
     async def subscribe(
         self, session_id: UUID, *, after_seq: int | None, previews: bool = False
@@ -263,6 +264,8 @@ class Feeds:
         if feed is None:
             feed = self._feeds[session_id] = _Feed(session_id, head, self._source, self._forget)
             feed.start()
+        if self._rechecking is None:
+            self._rechecking = asyncio.create_task(self._recheck(), name="feeds-recheck")
         start = head if after_seq is None else min(after_seq, head)
         reader = Subscription(feed, after_seq=start, previews=previews)
         feed.add(reader)
@@ -291,6 +294,25 @@ class Feeds:
         if feed is not None:
             feed.preview(preview)
 
+    def look_at_all(self) -> None:
+        """Hints may have been lost: read every watched session again."""
+        for feed in self._feeds.values():
+            feed.mark_stale()
+
+    async def _recheck(self) -> None:
+        """One query for all watched sessions; those that moved without a word are read."""
+        while True:
+            await asyncio.sleep(RECHECK_S)
+            if not self._feeds:
+                continue
+            try:
+                heads = await self._source.read_heads(list(self._feeds))
+            except Unavailable:
+                continue
+            for session_id, feed in self._feeds.items():
+                if heads.get(session_id) != feed.head:
+                    feed.mark_stale()
+
     def _forget(self, session_id: UUID) -> None:
         feed = self._feeds.pop(session_id, None)
         if feed is not None:
@@ -300,6 +322,9 @@ class Feeds:
 
     async def close(self) -> None:
         """Cut every reader off."""
+        if self._rechecking is not None:
+            self._rechecking.cancel()
+            await asyncio.gather(self._rechecking, return_exceptions=True)
         for feed in list(self._feeds.values()):
             feed.end(CutOff())
             await feed.stop()

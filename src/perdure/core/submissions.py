@@ -80,7 +80,8 @@ class Submissions:
         self._in_flight_wait_s = in_flight_wait_s
         self._latest: OrderedDict[bytes, Attempt] = OrderedDict()
         self._last_on: OrderedDict[Connection, Attempt] = OrderedDict()
-        self._notes: list[Attempt] = []
+        self._written: list[Attempt] = []
+        self._notes: list[tuple[bytes, datetime, bool]] = []
 
     @property
     def remembered_count(self) -> int:
@@ -171,7 +172,7 @@ class Submissions:
     def written(self, attempt: Attempt, connection: Connection | None) -> None:
         """The response of a stored request went out in full."""
         attempt.written_at = self._now()
-        self._notes.append(attempt)
+        self._written.append(attempt)
         if connection is not None:
             self._last_on[connection] = attempt
             self._last_on.move_to_end(connection)
@@ -180,8 +181,13 @@ class Submissions:
 
     def take_notes(self) -> list[tuple[bytes, datetime, bool]]:
         """Responses written since the last call, for the ledger: (digest, when, whether its connection was used again)."""
+        written, self._written = self._written, []
         notes, self._notes = self._notes, []
-        return [(a.digest, a.written_at, a.connection_reused) for a in notes if a.written_at is not None]
+        return notes + [(a.digest, a.written_at, a.connection_reused) for a in written if a.written_at is not None]
+
+    def give_back_notes(self, notes: list[tuple[bytes, datetime, bool]]) -> None:
+        """The ledger could not take them: they come again with the next ones."""
+        self._notes = notes[-self._entries_max :]
 
     def request_on(self, connection: Connection | None) -> None:
         """A request came in on a connection: whoever sent it has read the response before it."""

@@ -5,6 +5,7 @@ global limit bounds runners and never changes the order within a session, becaus
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 from uuid import UUID, uuid4
@@ -81,6 +82,10 @@ class _Runner:
 
     async def run(self) -> None:
         try:
+            while not self.engine.seat.may_start():
+                if self.engine.draining:
+                    return
+                await asyncio.sleep(RETRY_S)
             answer = await self._advance(None)
             while isinstance(answer, Perform | Working):
                 self._obey(answer)
@@ -211,6 +216,7 @@ class EmbeddedEngine:
         self._pending: dict[tuple[UUID, UUID], None] = {}
         self._timers: dict[tuple[UUID, UUID], asyncio.TimerHandle] = {}
         self._sweeper: asyncio.Task[None] | None = None
+        self._sweep_now = asyncio.Event()
         self._log = telemetry.logger("engine")
 
     # ---------------------------------------------------------------------------------------------------------- hints
@@ -328,7 +334,14 @@ class EmbeddedEngine:
                 pass
             except Exception as error:  # noqa: BLE001  a supervised loop
                 self._log.error("sweep_failed", error=f"{type(error).__name__}: {error}")
-            await asyncio.sleep(SWEEP_MS / 1000)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SWEEP_MS / 1000):
+                    await self._sweep_now.wait()
+            self._sweep_now.clear()
+
+    def sweep_now(self) -> None:
+        """Hints may have been lost: don't wait for the next sweep's time."""
+        self._sweep_now.set()
 
     def running_count(self) -> int:
         """Threads with calls in flight."""

@@ -399,6 +399,10 @@ class Ledger(Protocol):
         """The latest sequence; None when the session is gone."""
         ...
 
+    async def read_heads(self, session_ids: Sequence[UUID]) -> dict[UUID, int]:
+        """The latest sequences of many sessions; one that is gone is not among them."""
+        ...
+
     async def read_transcript(self, session_id: UUID, thread_id: UUID) -> list[TranscriptEntry]:
         """The model's history in causal order, bodies filled in."""
         ...

@@ -170,6 +170,11 @@ class PostgresLedger:
         row = await self._pool.fetchrow(sql, session_id)
         return None if row is None else int(row["receipt_seq"])
 
+    async def read_heads(self, session_ids: Sequence[UUID]) -> dict[UUID, int]:
+        """See `Ledger.read_heads`."""
+        sql = "select id, receipt_seq from session where id = any($1::uuid[]) and state not in ('deleting', 'deleted')"
+        return {r["id"]: r["receipt_seq"] for r in await self._pool.fetch(sql, list(session_ids))}
+
     async def _span(self, session_id: UUID, span: tuple[int, int]) -> tuple[Event, ...]:
         sql = f"{EVENT_SQL} where e.session_id = $1 and e.seq between $2 and $3 and e.type = 'input.received' order by e.seq"
         return tuple(_seen(r).event for r in await self._pool.fetch(sql, session_id, *span))

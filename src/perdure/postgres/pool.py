@@ -55,6 +55,8 @@ _LOST: Final = (
     asyncpg.IdleInTransactionSessionTimeoutError,
     asyncpg.TransactionTimeoutError,
     asyncpg.TooManyConnectionsError,
+    # The driver, of a connection whose end has come in but was not read yet.
+    asyncpg.InternalClientError,
 )
 
 _BUSY: Final = (

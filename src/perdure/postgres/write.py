@@ -14,10 +14,15 @@ from perdure.domain.session import Session
 from perdure.domain.submission import Submission
 from perdure.postgres.tables import BY_KIND, CHILDREN, SESSION, Table
 
+# Taken before any session: one batch of a writer at a time, and none that was given up. See `GIVE_UP_SQL`.
+MY_TURN: Final = """
+me as (select w.id from writer w where w.id = {writer}::uuid and w.batch_no < {batch}::bigint for no key update)"""
+
 GUARD_UPDATE: Final = """
 mine as (
     -- the rows nobody changed since we read them; never wait for one
     select s.id from session s join unnest({ids}::uuid[], {revs}::bigint[]) as r (id, rev) on s.id = r.id and s.rev = r.rev
+     where exists (select from me)
      order by s.id for no key update of s skip locked),
 moved as (
     update session s set ({columns}) = ({values})
@@ -27,7 +32,8 @@ moved as (
 GUARD_LOCKED: Final = """
 mine as (
     -- the slow path: the caller's transaction holds these rows already
-    select s.id from session s join unnest({ids}::uuid[], {revs}::bigint[]) as r (id, rev) on s.id = r.id and s.rev = r.rev),
+    select s.id from session s join unnest({ids}::uuid[], {revs}::bigint[]) as r (id, rev) on s.id = r.id and s.rev = r.rev
+     where exists (select from me)),
 moved as (
     update session s set ({columns}) = ({values})
       from {rows} join mine on mine.id = n.id
@@ -36,14 +42,25 @@ moved as (
 # A key that another creation took first keeps its session; ours is not made, and its command reads the facts again.
 GUARD_CREATE: Final = """
 keys as (
-    insert into submission ({sub_columns}) select {sub_values} from {sub_rows}
+    insert into submission ({sub_columns}) select {sub_values} from {sub_rows} where exists (select from me)
     on conflict (digest) do update set ({sub_columns}) = row(excluded.*)
      where not excluded.explicit or submission.created_at < excluded.created_at - interval '24 hours'
     returning session_id),
 moved as (
     insert into session ({columns}) select {values} from {rows}
-     where n.id not in (select u.id from unnest({keyed}::uuid[]) as u (id)) or n.id in (select session_id from keys)
+     where exists (select from me)
+       and (n.id not in (select u.id from unnest({keyed}::uuid[]) as u (id)) or n.id in (select session_id from keys))
     returning id)"""
+
+
+GIVE_UP_SQL: Final = """
+-- give_up_batch
+update writer set batch_no = $2, missed = $3 where id = $1 and batch_no < $2 returning id"""
+"""Settles a batch in doubt: it was committed before this, or it never will be, wherever its bytes still are."""
+
+MISSED_SQL: Final = """
+-- missed_by_batch
+select missed from writer where id = $1"""
 
 
 class _Parameters:
@@ -65,7 +82,7 @@ def statement(tables: tuple[str, ...], *, stamps: bool, slept: bool, create: boo
     and the sessions."""
     p = _Parameters()
     writer, batch, ids = p.one(), p.one(), p.one()
-    parts = [_guard(p, ids, create=create, locked=locked)]
+    parts = [MY_TURN.format(writer=writer, batch=batch), _guard(p, ids, create=create, locked=locked)]
     touched = [t for t in CHILDREN if t.name in tables and not (create and t.kind is Submission)]
     parts += [_child(p, table) for table in touched]
     if stamps:
@@ -81,8 +98,8 @@ def statement(tables: tuple[str, ...], *, stamps: bool, slept: bool, create: boo
             "join moved on moved.id = n.session_id where o.session_id = n.session_id and o.thread_id = n.thread_id)"
         )
     parts.append(
-        f"turn_of_batch as (update writer set batch_no = {batch}::bigint, missed = array("
-        f"select m.id from unnest({ids}::uuid[]) as m (id) where m.id not in (select id from moved)) where id = {writer}::uuid)"
+        f"turn_of_batch as (update writer w set batch_no = {batch}::bigint, missed = array("
+        f"select m.id from unnest({ids}::uuid[]) as m (id) where m.id not in (select id from moved)) from me where w.id = me.id)"
     )
     return "-- write_batch\nwith " + ",\n".join(parts) + "\nselect id from moved"
 

@@ -6,21 +6,35 @@ head of the queue. Futures are resolved outside of everything that can fail, so 
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from typing import Any, Final
 from uuid import UUID, uuid4
 
+import msgspec
+
+from perdure import crashpoint
 from perdure.core.decide import committed, decide, decide_alone
 from perdure.core.draft import Draft
 from perdure.core.facts import Changes, Facts, needs_of
 from perdure.domain.errors import InvariantViolation, Unavailable
-from perdure.ports.ledger import Accept, Command, Committed, CreateSession, Result
-from perdure.postgres import crash
+from perdure.ports.ledger import (
+    Accept,
+    Advance,
+    Command,
+    Committed,
+    CreateSession,
+    ModelReplied,
+    Result,
+    StepOutcome,
+    Stopped,
+    ToolReturned,
+)
+from perdure.postgres.commit_kind import kinds_of
 from perdure.postgres.facts import FACTS_SQL, Ask, arguments, from_record
-from perdure.postgres.pool import is_lost
-from perdure.postgres.write import compose
+from perdure.postgres.pool import is_busy, is_lost
+from perdure.postgres.write import GIVE_UP_SQL, MISSED_SQL, compose
 
 BATCH_COMMANDS_MAX: Final = 128
 BATCH_BYTES_MAX: Final = 1024 * 1024
@@ -29,10 +43,22 @@ BATCH_BYTES_MAX: Final = 1024 * 1024
 MISSES_MAX: Final = 3
 """Times a command finds its session moved before it takes the locked path."""
 
+MISSES_REFUSED: Final = 10
+"""Times after which a command is refused: whatever keeps the session moving, or the connection breaking, it is not ours to wait for."""
+
+BUSY_S: Final = 10.0
+"""How long the halves of a batch that PostgreSQL was too busy for are tried; the rest is refused, and its callers come again."""
+
+STOP_S: Final = 5.0
+"""How long a stop waits for the batch in hand: as long as its statement may take."""
+
 RESOLVE_S: Final = 15.0
 """How long a batch whose commit is in doubt waits for the database to say what became of it."""
 
 RECONNECT_S: Final = 0.1
+SMALL_BYTES: Final = 256
+"""What a command takes beside the bodies that it carries."""
+
 QUEUE_MAX: Final = 20_000
 """Commands waiting in one writer; beyond it callers are told to come back, before memory is the limit."""
 
@@ -42,23 +68,45 @@ Connect = Callable[[], Awaitable[Any]]
 class Pending:
     """A command and who waits for it."""
 
-    __slots__ = ("command", "future", "misses", "size_bytes")
+    __slots__ = ("alone", "command", "future", "misses", "size_bytes")
 
     def __init__(self, command: Command, future: "asyncio.Future[Result]") -> None:
         self.command = command
         self.future = future
         self.misses = 0
-        self.size_bytes = (
-            sum(len(a.body) for a in command.arrivals) if isinstance(command, (Accept, CreateSession)) else 256
-        )
+        self.alone = False
+        """Its batch failed as a whole: next time it stands for itself."""
+        self.size_bytes = _size_bytes(command)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it shares its batch with nobody."""
+        return self.alone or self.misses >= MISSES_MAX
+
+
+def _size_bytes(command: Command) -> int:
+    match command:
+        case Accept() | CreateSession():
+            return SMALL_BYTES + sum(len(a.body) for a in command.arrivals)
+        case Advance():
+            return SMALL_BYTES + _outcome_bytes(command.outcome)
+        case _:
+            return SMALL_BYTES
+
+
+def _outcome_bytes(outcome: StepOutcome | None) -> int:
+    match outcome:
+        case ToolReturned():
+            return len(outcome.body) + len(outcome.transcript)
+        case ModelReplied() | Stopped():
+            blocks = sum(len(b.body) for b in outcome.blocks) + sum(len(c.body) for c in outcome.calls)
+            return blocks + len(outcome.transcript or b"")
+        case _:
+            return 0
 
 
 class _Lost(Exception):
-    """The connection went away; `writing` says whether the batch may have been committed."""
-
-    def __init__(self, *, writing: bool) -> None:
-        super().__init__()
-        self.writing = writing
+    """The connection went away, or can't be made, and nothing of what was to be done is in doubt."""
 
 
 class Writer:
@@ -76,7 +124,9 @@ class Writer:
         self._arrived = asyncio.Event()
         self._connection: Any = None
         self._task: asyncio.Task[None] | None = None
+        self._in_hand: list[Pending] = []
         self._down = False
+        self._stopping = False
 
     def start(self) -> None:
         """Begin to take commands."""
@@ -84,18 +134,25 @@ class Writer:
 
     async def stop(self) -> None:
         """Finish the batch in hand and end; what is queued is refused."""
+        self._stopping = True
+        self._arrived.set()
         if self._task is not None:
+            await asyncio.wait({self._task}, timeout=STOP_S)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for pending in self._queue:
+        for pending in (*self._in_hand, *self._queue):
             _fail(pending, Unavailable("the server is shutting down"))
         self._queue.clear()
-        if self._connection is not None:
-            await self._connection.close()
+        self._drop()
 
     async def submit(self, command: Command) -> Result:
-        """Queue a command and wait for its commit. Raises `Unavailable` when nothing was kept of it."""
-        if self._down and self._queue:
+        """Queue a command and wait for its commit.
+
+        Raises `Unavailable` when nothing was kept of it, or when the database was away too long to say.
+        """
+        if self._stopping:
+            raise Unavailable("the server is shutting down")
+        if self._down and (self._queue or self._in_hand):
             raise Unavailable("the database can't be reached")
         if len(self._queue) >= QUEUE_MAX:
             raise Unavailable("too many commands wait for the ledger")
@@ -107,20 +164,32 @@ class Writer:
     # ------------------------------------------------------------------------------------------------------------ loop
 
     async def _run(self) -> None:
-        while True:
+        while not self._stopping:
             if not self._queue:
                 self._arrived.clear()
                 await self._arrived.wait()
-            batch = self._take()
-            if not batch:
+            self._in_hand = self._take()
+            if not self._in_hand:
                 continue
             try:
-                await self._commit(batch)
+                await self._commit(self._in_hand)
             except _Lost:
-                await self._refuse(batch)
+                await self._refuse(self._in_hand)
             except Exception as error:  # noqa: BLE001  a supervised loop: the batch fails, the writer and its queue live
-                for pending in batch:
-                    _fail(pending, InvariantViolation(f"{type(error).__name__}: {error}"))
+                self._part(self._in_hand, error)
+            self._in_hand = []
+
+    def _part(self, batch: list[Pending], error: Exception) -> None:
+        """Nothing of a batch was kept. Whoever shared it with the cause is tried again without it."""
+        self._drop()
+        waiting = [p for p in batch if not p.future.done()]
+        if len(batch) > 1 and not is_busy(error):
+            for pending in waiting:
+                pending.alone = True
+            self._queue.extendleft(reversed(waiting))
+            return
+        for pending in waiting:
+            _fail(pending, _refusal(error))
 
     def _take(self) -> list[Pending]:
         """What is queued, up to the limits; a command whose caller is gone is dropped unread."""
@@ -132,8 +201,7 @@ class Writer:
             if pending.future.done():
                 self._queue.popleft()
                 continue
-            alone = pending.misses >= MISSES_MAX
-            if batch and (alone or size_bytes + pending.size_bytes > BATCH_BYTES_MAX):
+            if batch and (pending.is_single or size_bytes + pending.size_bytes > BATCH_BYTES_MAX):
                 break
             if isinstance(pending.command, CreateSession) and pending.command.submission is not None:
                 if pending.command.submission.digest in digests:
@@ -141,7 +209,7 @@ class Writer:
                 digests.add(pending.command.submission.digest)
             batch.append(self._queue.popleft())
             size_bytes += pending.size_bytes
-            if alone:
+            if pending.is_single:
                 break
         return batch
 
@@ -157,13 +225,11 @@ class Writer:
     # ---------------------------------------------------------------------------------------------------------- a batch
 
     async def _commit(self, batch: list[Pending]) -> None:
-        """Read, decide, write, answer. A lost connection before the write is tried once more on a new one."""
+        """Read, decide, write, answer. A connection lost before the write is tried once more on a new one."""
         try:
             await self._try(batch)
-        except _Lost as lost:
-            self._connection = None
-            if lost.writing:
-                raise
+        except _Lost:
+            self._drop()
             await self._try(batch)
 
     async def _try(self, batch: list[Pending]) -> None:
@@ -176,7 +242,8 @@ class Writer:
         changed = [d.changes() for d in drafts.values() if d.changed()]
         written: set[UUID] = set()
         if changed:
-            written = await self._write(connection, batch, changed)
+            deadline = asyncio.get_running_loop().time() + BUSY_S
+            written = await self._write(batch, changed, deadline)
         self._answer(batch, drafts, results, written)
 
     async def _locked(self, connection: Any, batch: list[Pending]) -> None:
@@ -200,10 +267,9 @@ class Writer:
         except Exception as error:
             if not is_lost(error):
                 raise
-            kept = await self._kept(changed) if writing else None
-            if kept is None:
-                raise _Lost(writing=writing) from error
-            written = kept
+            if not writing:
+                raise _Lost from error
+            written = await self._kept(batch, changed)
         self._answer(batch, drafts, results, written)
 
     async def _read(self, connection: Any, batch: Sequence[Pending]) -> dict[UUID, Facts]:
@@ -215,39 +281,50 @@ class Writer:
             records = await connection.fetch(FACTS_SQL, *arguments(asks, self._now() if self._now else None))
         except Exception as error:
             if is_lost(error):
-                raise _Lost(writing=False) from error
+                raise _Lost from error
             raise
         return dict(from_record(r) for r in records)
 
-    async def _write(self, connection: Any, batch: list[Pending], changed: list[Changes]) -> set[UUID]:
+    async def _write(self, batch: list[Pending], changed: list[Changes], deadline: float) -> set[UUID]:
         """One statement, one commit. When it fails as a whole, its halves are tried, down to the one that is the cause."""
         try:
-            return await self._execute(connection, changed, locked=False)
+            return await self._execute(await self._connected(), changed, locked=False)
+        except _Lost:
+            # Not before the first half of a batch that was parted: the other half may be written already.
+            return set()
         except Exception as error:  # noqa: BLE001  whatever it was, the halves find whose it is
             if is_lost(error):
-                kept = await self._kept(changed)
-                return await self._again(batch, changed) if kept is None else kept
-            if len(changed) == 1:
-                for pending in batch:
-                    if pending.command.session_id == changed[0].session_id:
-                        _fail(pending, InvariantViolation(f"{type(error).__name__}: {error}"))
+                return await self._kept(batch, changed)
+            late = is_busy(error) and asyncio.get_running_loop().time() > deadline
+            if len(changed) == 1 or late:
+                self._fail_sessions(batch, {c.session_id for c in changed}, error)
                 return set()
         half = len(changed) // 2
-        first = await self._write(connection, batch, changed[:half])
-        return first | await self._write(connection, batch, changed[half:])
+        first = await self._write(batch, changed[:half], deadline)
+        return first | await self._write(batch, changed[half:], deadline)
 
-    async def _again(self, batch: list[Pending], changed: list[Changes]) -> set[UUID]:
-        """The lost batch left no trace: write the same changes on the new connection; the guard sees to what moved since."""
-        connection = await self._connected()
-        return await self._write(connection, batch, changed)
+    def _fail_sessions(self, batch: list[Pending], session_ids: set[UUID], error: Exception) -> None:
+        """Nothing of these sessions was kept. Several commands of one session are told apart by trying each alone."""
+        counts = Counter(p.command.session_id for p in batch)
+        for pending in batch:
+            session_id = pending.command.session_id
+            if session_id not in session_ids:
+                continue
+            if counts[session_id] > 1 and not is_busy(error):
+                pending.alone = True
+            else:
+                _fail(pending, _refusal(error))
 
     async def _execute(self, connection: Any, changed: list[Changes], *, locked: bool) -> set[UUID]:
         self._batch_no += 1
         create = changed[0].expected_rev is None
         sql, parameters = compose(changed, writer_id=self._id, batch_no=self._batch_no, create=create, locked=locked)
-        crash.point("before_write")
+        kinds = sorted({k for c in changed for k in kinds_of(c)}) if crashpoint.is_armed() else ()
+        for kind in kinds:
+            crashpoint.point(f"before_commit.{kind}")
         records = await connection.fetch(sql, *parameters)
-        crash.point("after_write")
+        for kind in kinds:
+            crashpoint.point(f"after_commit.{kind}")
         return {r["id"] for r in records}
 
     def _answer(
@@ -266,6 +343,8 @@ class Writer:
                 _fail(pending, result)
             elif draft.changed() and pending.command.session_id not in written:
                 pending.misses += 1
+                if pending.misses > MISSES_REFUSED:
+                    _fail(pending, Unavailable("the session changes too fast, or its writes keep failing"))
                 again.append(pending)
             elif not pending.future.done():
                 pending.future.set_result(result)
@@ -278,79 +357,100 @@ class Writer:
     async def _connected(self) -> Any:
         """The connection, made anew when it was lost."""
         if self._connection is None or self._connection.is_closed():
+            self._drop()
             try:
-                connection = await self._connect()
+                connection = self._connection = await self._connect()
+                # With nothing committed: should the database have forgotten us, what is in doubt was forgotten too.
                 await connection.execute(
-                    "insert into writer (id, batch_no) values ($1, $2) on conflict (id) do nothing",
-                    self._id,
-                    self._batch_no,
+                    "insert into writer (id, batch_no) values ($1, 0) on conflict (id) do nothing", self._id
                 )
             except Exception as error:
+                self._drop()
                 if is_lost(error):
-                    raise _Lost(writing=False) from error
+                    raise _Lost from error
                 raise
-            self._connection = connection
             self._down = False
         return self._connection
 
-    async def _kept(self, changed: list[Changes]) -> set[UUID] | None:
-        """The sessions that the batch in doubt wrote, or None when it was not committed.
+    def _drop(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.terminate()
 
-        The writer's row says it; locking it waits for the old backend to end.
+    async def _kept(self, batch: list[Pending], changed: list[Changes]) -> set[UUID]:
+        """The sessions that the batch in doubt wrote. When the database doesn't come back to say so, its callers are told that.
+
+        Our row says it. Locking it waits for the old backend, if that is at it already; marking the batch as given up keeps it from
+        being committed later, if its backend had not come so far yet or the statement is still on its way.
         """
         deadline = asyncio.get_running_loop().time() + RESOLVE_S
+        ids = {c.session_id for c in changed}
+        self._drop()
         while True:
-            self._connection = None
             try:
                 connection = await self._connected()
-                async with connection.transaction():
-                    sql = "select batch_no, missed from writer where id = $1 for update"
-                    row = await connection.fetchrow(sql, self._id)
-                if row["batch_no"] != self._batch_no:
-                    return None
-                return {c.session_id for c in changed} - set(row["missed"])
+                if await connection.fetchrow(GIVE_UP_SQL, self._id, self._batch_no, sorted(ids)) is not None:
+                    return set()
+                return ids - set(await connection.fetchval(MISSED_SQL, self._id))
             except _Lost:
-                pass
+                self._down = True
             except Exception as error:
-                if not is_lost(error) and type(error).__name__ != "LockNotAvailableError":
+                if not (is_lost(error) or is_busy(error)):
                     raise
+                self._drop()
             if asyncio.get_running_loop().time() > deadline:
-                raise _Lost(writing=True)
+                self._begin_anew()
+                for pending in batch:
+                    if pending.command.session_id in ids:
+                        _fail(pending, Unavailable("the database went away before it said what became of this"))
+                return set()
             await asyncio.sleep(RECONNECT_S)
+
+    def _begin_anew(self) -> None:
+        """Leave the batch in doubt behind: a backend that hangs holds our row, and nobody else shall wait for it."""
+        self._drop()
+        self._id, self._batch_no = uuid4(), 0
 
 
 def _decide(
     batch: Sequence[Pending], facts: dict[UUID, Facts]
 ) -> tuple[dict[UUID, Draft], dict[int, Result | Exception]]:
-    """Fold the commands of each session over its facts, in order. An error of the rules fails that session's commands only."""
+    """Fold the commands of each session over its facts, in order. An error of the rules fails its command only."""
     drafts: dict[UUID, Draft] = {}
     alone = len(facts) == len(batch)
-    failed: dict[UUID, Exception] = {}
     results: dict[int, Result | Exception] = {}
     for place, pending in enumerate(batch):
         session_id = pending.command.session_id
+        draft = drafts.setdefault(session_id, Draft(facts[session_id]))
         try:
             if alone:
                 drafts[session_id], results[place] = decide_alone(facts[session_id], pending.command)
             else:
-                draft = drafts.get(session_id) or Draft(facts[session_id])
                 drafts[session_id], results[place] = decide(draft, pending.command)
-        except (
-            AssertionError,
-            InvariantViolation,
-            KeyError,
-            ValueError,
-            TypeError,
-            IndexError,
-            AttributeError,
-        ) as error:
-            failed[session_id] = InvariantViolation(f"{type(error).__name__}: {error}")
-    for place, pending in enumerate(batch):
-        error = failed.get(pending.command.session_id)
-        if error is not None:
-            results[place] = error
-            drafts[pending.command.session_id] = Draft(facts[pending.command.session_id])
+        except _RULES_FAILED as error:
+            results[place] = InvariantViolation(f"{type(error).__name__}: {error}")
     return drafts, results
+
+
+_RULES_FAILED: Final = (
+    AssertionError,
+    InvariantViolation,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    msgspec.MsgspecError,
+)
+"""What a bug in a rule, or a row that no rule foresaw, looks like."""
+
+
+def _refusal(error: Exception) -> Exception:
+    """What the caller of a command is told that PostgreSQL did not take. Nothing was kept."""
+    if is_busy(error):
+        return Unavailable(f"the database is too busy: {error}")
+    return InvariantViolation(f"{type(error).__name__}: {error}")
 
 
 def _fail(pending: Pending, error: Exception) -> None:

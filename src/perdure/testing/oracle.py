@@ -314,6 +314,11 @@ class OracleLedger:
         session = self._alive(session_id)
         return None if session is None else session.receipt_seq
 
+    async def read_heads(self, session_ids: Sequence[UUID]) -> dict[UUID, int]:
+        """See `Ledger.read_heads`."""
+        alive = ((i, self._alive(i)) for i in session_ids)
+        return {i: s.receipt_seq for i, s in alive if s is not None}
+
     async def read_transcript(self, session_id: UUID, thread_id: UUID) -> list[TranscriptEntry]:
         """See `Ledger.read_transcript`."""
         rows = [t for t in self.rows(TranscriptEntry, session_id) if t.thread_id == thread_id]
