@@ -15,13 +15,13 @@ from uuid import UUID, uuid4
 
 import msgspec
 
-from perdure import telemetry
+from perdure import crashpoint, telemetry
 from perdure.bus.inprocess import InProcessBus
 from perdure.core.auth import Authenticator, digest_of, make_key
 from perdure.core.feed import Feeds
 from perdure.core.submissions import Submissions
 from perdure.domain import ids
-from perdure.domain.errors import Unavailable
+from perdure.domain.errors import InvariantViolation, Unavailable
 from perdure.engines.embedded import EmbeddedEngine
 from perdure.environments.local import LocalEnvironment
 from perdure.environments.tools import TOOL_DEFINITIONS
@@ -162,21 +162,30 @@ async def open_server(
 ) -> AsyncGenerator[Server]:
     """Run the parts of a process that `api` and `worker` ask for, until the context ends."""
     telemetry.configure(json=settings.log_json)
+    models = Router(
+        RouterSettings(anthropic_api_key=settings.anthropic_api_key, anthropic_base_url=settings.anthropic_base_url)
+    )
+    warming: asyncio.Task[None] | None = None
+    if worker and settings.warm_model is not None:
+        warming = asyncio.create_task(models.warm(settings.warm_model), name="warm-model")
     async with open_database(settings) as (url, _):
-        parts = _Parts(settings, url, alone=api and worker and settings.database_url is None)
+        parts = _Parts(settings, url, models, alone=api and worker and settings.database_url is None)
         server = await parts.start(api=api, worker=worker)
         if on_ready is not None:
             on_ready()
         try:
             yield server
         finally:
+            if warming is not None:
+                warming.cancel()
+                await asyncio.gather(warming, return_exceptions=True)
             await server.drain()
 
 
 class _Parts:
     """What one process is made of, in the order it is made."""
 
-    def __init__(self, settings: Settings, url: str, *, alone: bool) -> None:
+    def __init__(self, settings: Settings, url: str, models: Router, *, alone: bool) -> None:
         self.settings = settings
         self.url = url
         self.process = uuid4()
@@ -187,9 +196,7 @@ class _Parts:
         self.ledger = PostgresLedger(url, self.pool, on_commit=self.committed)
         self.catalog = PostgresCatalog(self.pool)
         self.feeds = Feeds(self.ledger)
-        self.models = Router(
-            RouterSettings(anthropic_api_key=settings.anthropic_api_key, anthropic_base_url=settings.anthropic_base_url)
-        )
+        self.models = models
         self.environment = LocalEnvironment(
             settings.data.resolve() / "workspaces", unsafe_no_sandbox=settings.unsafe_no_sandbox
         )
@@ -313,12 +320,19 @@ class _Parts:
         if self.engine is not None:
             await self.engine.fence()
         await self.workers.rejoin()
+        if self.engine is not None:
+            self.engine.resume()
 
     async def _look_for_dead(self) -> None:
         """Before each sweep: threads whose worker is gone get a wakeup."""
         for session_id, thread_id in await self.workers.reap():
             self.log.warning("turn_orphaned", session=str(session_id))
-            await self.ledger.wake(Wake(session_id=session_id, thread_id=thread_id))
+            crashpoint.point("before_wake")
+            try:
+                await self.ledger.wake(Wake(session_id=session_id, thread_id=thread_id))
+            except InvariantViolation as error:
+                # One thread's trouble is not the next one's.
+                self.log.error("wake_failed", session=str(session_id), error=str(error))
 
     async def _supervised(self, name: str, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
         """Do something again and again; an outage is waited out, a bug is told and survived."""
@@ -359,7 +373,9 @@ class _Parts:
                     await self.reap.wait()
             self.reap.clear()
             for session_id in await housekeeping.sessions_being_deleted(self.pool):
+                crashpoint.point("before_workspace_removal")
                 await self.environment.destroy(ids.token(session_id))
+                crashpoint.point("before_row_removal")
                 await housekeeping.delete_rows(self.pool, session_id)
 
         await self._supervised("reaper", 0.0, reap)

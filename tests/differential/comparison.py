@@ -1,7 +1,10 @@
 """One history on both ledgers, compared after each move."""
 
 from collections.abc import Sequence
+from typing import Any
+from uuid import UUID
 
+import msgspec
 from tests.differential.postgres_side import (
     PostgresSide,
     comparable_answer,
@@ -9,7 +12,37 @@ from tests.differential.postgres_side import (
     oracle_snapshot,
 )
 
+from perdure.domain.ids import primary_thread
+from perdure.ports.ledger import EventQuery, Ledger
 from perdure.testing.histories import Failed, Move, Play, Shape, shrink, step_seeds
+from perdure.testing.oracle import START
+
+
+async def _reads(ledger: Ledger, workspace: UUID, session_id: UUID) -> dict[str, Any]:
+    thread_id = primary_thread(session_id)
+    listed = EventQuery(session_id=session_id, limit=1_000)
+    some = EventQuery(
+        session_id=session_id,
+        types=(("input.received", "message"), ("session.phase", None)),
+        after_seq=20,
+        descending=True,
+        processed_after=START,
+        limit=7,
+    )
+    view = await ledger.read_session(workspace, session_id)
+    return {
+        "read_session": None
+        if view is None
+        else (msgspec.structs.replace(view.session, rev=0), view.config, view.thread),
+        "read_session of another workspace": await ledger.read_session(session_id, session_id),
+        "read_feed": await ledger.read_feed(session_id, 3, 1_000),
+        "read_head": await ledger.read_head(session_id),
+        "read_events": await ledger.read_events(listed),
+        "read_events of some types, newest first": await ledger.read_events(some),
+        "read_transcript": await ledger.read_transcript(session_id, thread_id),
+        "read_inputs": await ledger.read_inputs(session_id, limit=20),
+        "read_actions": await ledger.read_actions(session_id),
+    }
 
 
 class Comparison:
@@ -25,6 +58,7 @@ class Comparison:
             for seed in seeds:
                 await self._move(self.play.choose(seed))
             await self._compare_rows("at the end", set(self.play.history.sessions))
+            await self._compare_reads()
 
     async def _move(self, move: Move) -> None:
         self.play.prepare(move)
@@ -40,7 +74,16 @@ class Comparison:
         await self._compare_rows(f"after {[type(c).__name__ for c in move.commands]}", touched)
         self.play.learn(move, expected_between, expected)
 
-    async def _compare_rows(self, when: str, session_ids: set[object]) -> None:
+    async def _compare_reads(self) -> None:
+        """What readers get, whole and in pages, from either."""
+        workspace = self.play.history.workspace
+        for session_id in self.play.history.sessions:
+            reads = [await _reads(ledger, workspace, session_id) for ledger in (self.play.oracle, self.side.ledger)]
+            for name, wanted in reads[0].items():
+                if wanted != reads[1][name]:
+                    raise Failed(f"{name}: the oracle reads {wanted}\nPostgreSQL reads {reads[1][name]}")
+
+    async def _compare_rows(self, when: str, session_ids: set[UUID]) -> None:
         found = differences(oracle_snapshot(self.play.oracle, session_ids), await self.side.snapshot(session_ids))
         if found:
             raise Failed(f"{when}: " + "\n".join(found))

@@ -9,7 +9,7 @@ from types import FrameType
 import msgspec
 
 from perdure.cli.asking import Asker
-from perdure.cli.beginning import Wish, begin_session
+from perdure.cli.beginning import LOCAL_MODEL, Wish, begin_session
 from perdure.cli.chat import Chat, converse
 from perdure.cli.client import Client
 from perdure.cli.credentials import Target, read_credentials
@@ -23,6 +23,10 @@ def run(
     settings: Settings, message: str | None, wish: Wish, screen: TextScreen, asker: Asker, *, port_given: bool
 ) -> int:
     """Use the server of the data directory if it answers, else start one for as long as this takes."""
+    if wish.model == LOCAL_MODEL or (
+        wish.model is None and not settings.anthropic_api_key and not settings.anthropic_base_url
+    ):
+        settings = msgspec.structs.replace(settings, warm_model=LOCAL_MODEL)
     with _on_termination(), _server(settings, screen, port_given=port_given) as target:
         client = Client(target)
         try:

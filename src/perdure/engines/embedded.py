@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 from uuid import UUID, uuid4
 
-from perdure import telemetry
+from perdure import crashpoint, telemetry
 from perdure.domain.control import STOP_GRACE_MS
 from perdure.domain.errors import Fenced, InvariantViolation, Unavailable
 from perdure.domain.step import Step
@@ -37,6 +37,9 @@ CONCURRENCY: Final = 64
 DRAIN_TOOL_MS: Final = 10_000
 """How long a drain lets a running tool finish before its outcome is lost."""
 
+DRAIN_LEDGER_S: Final = 10.0
+"""How long a drain waits for a ledger that is away; after it the turn is left to whoever takes it over."""
+
 SWEEP_ROWS: Final = 500
 RETRY_S: Final = 0.2
 CRASH_PAUSE_S: Final = 1.0
@@ -50,7 +53,7 @@ class Performer(Protocol):
     """Makes the call of a step."""
 
     async def perform(self, step: Step, stop: asyncio.Event) -> StepOutcome:
-        """See `harnesses`."""
+        """See `harnesses`. Raises `Unavailable` only before anything outside was called: then it may be performed again."""
         ...
 
 
@@ -75,6 +78,7 @@ class _Runner:
         self.session_id = session_id
         self.thread_id = thread_id
         self.poked = asyncio.Event()
+        self._worker_id = engine.seat.id
         self._lease: Lease | None = None
         self._stop = asyncio.Event()
         self._stopped_at: float | None = None
@@ -104,7 +108,8 @@ class _Runner:
                 self._stopped_at = asyncio.get_running_loop().time()
             return
         for step in answer.steps:
-            task = asyncio.create_task(self.engine.call(step, self._stop), name=f"step-{step.kind}")
+            call = self.engine.call(step, self._stop, self._worker_id)
+            task = asyncio.create_task(call, name=f"step-{step.kind}")
             self._flying[task] = step
 
     async def _next(self) -> StepOutcome | None:
@@ -112,7 +117,6 @@ class _Runner:
         if not self._flying:
             self._lease = None
             return None
-        self.poked.clear()
         poke = asyncio.create_task(self.poked.wait())
         try:
             done, _ = await asyncio.wait(
@@ -141,19 +145,24 @@ class _Runner:
         return await self._ask(outcome, draining=False)
 
     async def _ask(self, outcome: StepOutcome | None, *, draining: bool) -> Answered:
+        # What is committed from now on may come too late for this look, so it pokes for the next.
+        self.poked.clear()
         command = Advance(
             session_id=self.session_id,
             thread_id=self.thread_id,
-            worker_id=self.engine.seat.id,
+            worker_id=self._worker_id,
             command_id=uuid4(),
             lease=self._lease,
             outcome=outcome,
             draining=draining,
         )
+        given_up_at = asyncio.get_running_loop().time() + DRAIN_LEDGER_S if draining else None
         while True:
             try:
                 return await self.engine.ledger.advance(command)
             except Unavailable:
+                if given_up_at is not None and asyncio.get_running_loop().time() > given_up_at:
+                    raise
                 await asyncio.sleep(RETRY_S)
 
     async def _drain(self, outcome: StepOutcome | None) -> Answered:
@@ -179,6 +188,7 @@ class _Runner:
             if isinstance(answer, Working):
                 answer = await self._ask(Stopped(step_id=step.id), draining=True)
         if isinstance(answer, Working):
+            crashpoint.point("before_release")
             await self.engine.ledger.release(
                 Release(session_id=self.session_id, thread_id=self.thread_id, lease=self._lease)
             )
@@ -212,6 +222,7 @@ class EmbeddedEngine:
         self._performer = performer
         self._concurrency = concurrency
         self._before_sweep = before_sweep
+        self._fenced = False
         self._runners: dict[tuple[UUID, UUID], tuple[_Runner, asyncio.Task[None]]] = {}
         self._pending: dict[tuple[UUID, UUID], None] = {}
         self._timers: dict[tuple[UUID, UUID], asyncio.TimerHandle] = {}
@@ -239,6 +250,9 @@ class EmbeddedEngine:
         """Look at a thread, now or when there is room."""
         key = (session_id, thread_id)
         if self.draining:
+            return
+        if self._fenced:
+            self._pending.setdefault(key)
             return
         if key in self._runners:
             self._runners[key][0].poked.set()
@@ -292,21 +306,33 @@ class EmbeddedEngine:
 
     def _fill(self) -> None:
         """Give the freed place to who waits longest."""
-        while self._pending and len(self._runners) < self._concurrency and not self.draining:
+        while self._pending and len(self._runners) < self._concurrency and not self.draining and not self._fenced:
             key = next((k for k in self._pending if k not in self._runners), None)
             if key is None:
                 return
             del self._pending[key]
             self.kick(*key)
 
-    async def call(self, step: Step, stop: asyncio.Event) -> StepOutcome:
-        """Make a step's call. A bug of ours in it is an outcome, not a silence."""
-        while not self.seat.may_start():
-            await asyncio.sleep(RETRY_S)
+    async def call(self, step: Step, stop: asyncio.Event, worker_id: UUID) -> StepOutcome:
+        """Make a step's call for the worker that holds its turn. A bug of ours in it is an outcome, not a silence."""
+        while True:
+            if not self.seat.may_start():
+                await asyncio.sleep(RETRY_S)
+                continue
+            if self.seat.id != worker_id:
+                # Its turn went to another meanwhile: nothing of it starts here any more, and nobody reads this outcome.
+                return Stopped(step_id=step.id)
+            try:
+                return await self._perform(step, stop)
+            except Unavailable:
+                await asyncio.sleep(RETRY_S)
+
+    async def _perform(self, step: Step, stop: asyncio.Event) -> StepOutcome:
         try:
-            return await self._performer.perform(step, stop)
-        except Unavailable:
-            raise
+            crashpoint.point(f"before_call.{step.kind}")
+            outcome = await self._performer.perform(step, stop)
+            crashpoint.point(f"after_call.{step.kind}")
+            return outcome
         except (AssertionError, InvariantViolation, KeyError, ValueError, TypeError, AttributeError) as error:
             telemetry.invariant_violations.inc()
             self._log.error("step_failed", step=str(step.id), error=f"{type(error).__name__}: {error}")
@@ -322,26 +348,35 @@ class EmbeddedEngine:
         """Begin to sweep; hints come through `committed` and `hinted`."""
         self._sweeper = asyncio.create_task(self._sweep(), name="sweep")
 
+    def sweep_now(self) -> None:
+        """Hints were lost: don't wait for the next sweep."""
+        self._sweep_now.set()
+
     async def _sweep(self) -> None:
         """The path that is always right: what the outbox says is due, whoever forgot to say so."""
         while True:
-            try:
-                if self._before_sweep is not None:
-                    await self._before_sweep()
-                for work in await self.ledger.read_work(SWEEP_ROWS):
-                    self.kick(work.session_id, work.thread_id)
-            except Unavailable:
-                pass
-            except Exception as error:  # noqa: BLE001  a supervised loop
-                self._log.error("sweep_failed", error=f"{type(error).__name__}: {error}")
+            if self._before_sweep is not None:
+                await self._survive(self._before_sweep())
+            await self._survive(self._look_for_work())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SWEEP_MS / 1000):
                     await self._sweep_now.wait()
             self._sweep_now.clear()
 
-    def sweep_now(self) -> None:
-        """Hints may have been lost: don't wait for the next sweep's time."""
-        self._sweep_now.set()
+    async def _look_for_work(self) -> None:
+        found = await self.ledger.read_work(SWEEP_ROWS)
+        crashpoint.point("after_sweep")
+        for work in found:
+            self.kick(work.session_id, work.thread_id)
+
+    async def _survive(self, part: Coroutine[Any, Any, None]) -> None:
+        """A part of a supervised loop: trouble in it hurts neither the other parts nor the next round."""
+        try:
+            await part
+        except Unavailable:
+            pass
+        except Exception as error:  # noqa: BLE001
+            self._log.error("sweep_failed", error=f"{type(error).__name__}: {error}")
 
     def running_count(self) -> int:
         """Threads with calls in flight."""
@@ -362,11 +397,17 @@ class EmbeddedEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def fence(self) -> None:
-        """Our lease is gone: drop every call at once; nothing of it may be written."""
+        """Our lease is gone: drop every call at once; nothing of it may be written, and nothing begins until `resume`."""
+        self._fenced = True
         tasks = [task for _, task in self._runners.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def resume(self) -> None:
+        """We have a seat again."""
+        self._fenced = False
+        self._fill()
 
 
 __all__ = ["EmbeddedEngine", "Performer", "Retry", "WorkerSeat"]

@@ -50,10 +50,6 @@ ERROR_CODES: Final[Mapping[str, str]] = {
 _OTHER_ERROR: Final = "model_request_failed_error"
 
 
-class SessionGone(Exception):
-    """The session of a step was deleted: there is nothing to perform and nobody to tell."""
-
-
 class LoopPerformer:
     """Performs model and tool steps."""
 
@@ -78,7 +74,8 @@ class LoopPerformer:
         """Make the call. With `stop` set it is cancelled and what was completed comes back as `Stopped`."""
         found = await self._ledger.read_step(step)
         if found is None:
-            raise SessionGone
+            # The session was deleted: there is nothing to perform, and whoever records this finds no turn.
+            return Stopped(step_id=step.id)
         if step.kind == "model":
             return await self._model(step, found, stop)
         return await self._tool(step, found, stop)

@@ -55,6 +55,10 @@ class AnthropicModel:
         finally:
             await stream.close()
 
+    async def warm(self) -> None:
+        """Import the SDK, which takes seconds."""
+        await asyncio.to_thread(importlib.import_module, "anthropic")
+
     async def close(self) -> None:
         """Close idle connections. Repeatable."""
         client, self._client = self._client, None

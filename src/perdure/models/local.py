@@ -4,6 +4,7 @@ The model runs in one child process, started on first use and again after it die
 when the pipe to it closes.
 """
 
+import contextlib
 import asyncio
 import json
 import sys
@@ -94,6 +95,11 @@ class LocalModel:
                     yield event
         finally:
             self._slots.release()
+
+    async def warm(self) -> None:
+        """Start the child and load the weights."""
+        with contextlib.suppress(ModelFailed, OSError):
+            await self._running()
 
     async def close(self) -> None:
         """Kill the child. Repeatable; a later call starts another."""

@@ -1,5 +1,6 @@
 """Which provider serves a model: by the prefix of its name. Adapters are made on first use, one for each provider."""
 
+import contextlib
 import re
 from typing import Final, Literal, TypeAlias
 
@@ -43,6 +44,12 @@ class Router:
         if adapter is None:
             adapter = self._adapters[provider] = self._make(provider)
         return adapter, name
+
+    async def warm(self, model: str) -> None:
+        """Prepare the provider of a model for its first call; one that is not known is left alone."""
+        with contextlib.suppress(ModelUnknown):
+            adapter, _ = self.resolve(model)
+            await adapter.warm()
 
     async def close(self) -> None:
         """Close every adapter that was made. Repeatable."""

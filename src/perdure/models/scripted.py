@@ -146,6 +146,9 @@ class ScriptedModel:
             index += 1
         yield Ended(stop_reason=stop, usage=Usage(input_tokens=input_tokens, output_tokens=spoken))
 
+    async def warm(self) -> None:
+        """Nothing to prepare."""
+
     async def close(self) -> None:
         """Nothing to release."""
 

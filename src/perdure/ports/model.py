@@ -153,6 +153,10 @@ class Model(Protocol):
         """Make one call, without retries. Raises `ModelFailed`; after it, or after `Ended`, nothing follows."""
         ...
 
+    async def warm(self) -> None:
+        """Do now what the first call would wait for: load a library, start a child. Never raises for want of a provider."""
+        ...
+
     async def close(self) -> None:
         """Release connections and child processes."""
         ...

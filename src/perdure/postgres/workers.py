@@ -17,7 +17,7 @@ from uuid import UUID, uuid4
 
 import msgspec
 
-from perdure import telemetry
+from perdure import crashpoint, telemetry
 from perdure.domain.errors import Unavailable
 from perdure.domain.lease import LEASE_MS, LOCK_FREE_MS, RENEW_MS, TICK_MS_MAX, Evidence, Worker, is_dead
 from perdure.postgres.pool import ReadPool, connect, is_busy, is_lost
@@ -286,6 +286,7 @@ class WorkerLease:
         me = self.identity
         begun_at = _now_s()
         connection = await self._locking()
+        crashpoint.point("before_registration")
         await connection.execute(_REGISTER_SQL, me.id, me.host, me.boot, me.pid, me.started, LEASE_MS)
         self._renewed(begun_at)
 
@@ -330,6 +331,7 @@ class WorkerLease:
             async with asyncio.timeout(RENEW_WAIT_S):
                 begun_at = _now_s()
                 connection = await self._locking()
+                crashpoint.point("before_renewal")
                 row = await connection.fetchrow(_RENEW_SQL, self.identity.id, LEASE_MS, self._locked)
         except Exception as error:  # noqa: BLE001  a supervised loop: it goes on until it is told to stop
             if not is_busy(error):
