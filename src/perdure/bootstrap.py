@@ -26,7 +26,7 @@ from perdure.engines.embedded import EmbeddedEngine
 from perdure.environments.local import LocalEnvironment
 from perdure.environments.tools import TOOL_DEFINITIONS
 from perdure.harnesses.loop import LoopPerformer
-from perdure.http.app import App
+from perdure.http.app import create_app
 from perdure.http.metrics import HttpMetrics
 from perdure.http.serve import HttpServer
 from perdure.http.services import Services
@@ -208,6 +208,7 @@ class _Parts:
 
     def committed(self, committed: Committed) -> None:
         """After each commit of this process: the readers, the engine, the other processes."""
+        telemetry.commits.inc()
         self.feeds.committed(committed)
         if self.engine is not None:
             self.engine.committed(committed)
@@ -274,7 +275,16 @@ class _Parts:
             submissions=self.submissions,
             version=VERSION,
         )
-        app = App(services, authenticator=authenticator, metrics=HttpMetrics(), readiness=self.readiness)
+        metrics = HttpMetrics()
+        if self.engine is not None:
+            metrics.watch("perdure_turns_running", "Threads with calls in flight.", self.engine.running_count)
+        app = create_app(
+            services,
+            authenticator=authenticator,
+            metrics=metrics,
+            readiness=self.readiness,
+            warnings=await self.sandbox_warnings(),
+        )
         http = HttpServer(app, host=self.settings.host, port=self.settings.port)
         port = await http.start()
         self.spawn(authenticator.run())
@@ -282,6 +292,13 @@ class _Parts:
         server.on_close(http.stop)
         host = f"[{self.settings.host}]" if ":" in self.settings.host else self.settings.host
         return f"http://{host}:{port}"
+
+    async def sandbox_warnings(self) -> list[str]:
+        """The self-test of the sandbox: what would make its tools refuse, or run without it, said in the log and by `/readyz`."""
+        problems = await self.environment.problems()
+        for problem in problems:
+            self.log.warning("sandbox", problem=problem)
+        return problems
 
     async def start_worker(self) -> None:
         """Take a seat among the workers and run turns."""

@@ -48,6 +48,8 @@ async def site(module_site: Site) -> AsyncGenerator[Site]:
     module_site.sessions.clear()
     module_site.models.respond_with(module_site.next_reply)
     yield module_site
+    if module_site.environment is not None:
+        module_site.environment.release()
     for session in module_site.sessions:
         await session.unfollow()
     module_site.check_provider()

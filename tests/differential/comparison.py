@@ -17,6 +17,9 @@ from perdure.ports.ledger import EventQuery, Ledger
 from perdure.testing.histories import Failed, Move, Play, Shape, shrink, step_seeds
 from perdure.testing.oracle import START
 
+# Mostly others that commit in between, commits in doubt, and batches.
+ROUGH = Shape(fault_chance=0.25, miss_chance=0.25, batch_chance=0.5)
+
 
 async def _reads(ledger: Ledger, workspace: UUID, session_id: UUID) -> dict[str, Any]:
     thread_id = primary_thread(session_id)

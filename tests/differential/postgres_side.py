@@ -1,6 +1,7 @@
 """The PostgreSQL side of the comparison: two processes' ledgers over one database, on connections that a history can disturb."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, Self
 from uuid import UUID
@@ -32,14 +33,18 @@ class Trouble:
         self.answered: Result | None = None
         self.misses = 0
         self.fault: Fault = "none"
+        self.met: Counter[str] = Counter()
+        """What really happened, so that a test can see that it did."""
 
     async def before_write(self, session_ids: Sequence[UUID]) -> None:
         """Another process commits: something real, or only so much that the sessions have moved."""
         if self.between is not None and self.between.session_id in session_ids:
             command, self.between = self.between, None
             self.answered = await self.side.other.apply(command)
+            self.met["between"] += 1
         if self.misses:
             self.misses -= 1
+            self.met["miss"] += 1
             sql = "update session set rev = rev + 1 where id = any($1::uuid[])"
             await self.side.pool.execute(sql, list(session_ids))
 
@@ -56,9 +61,12 @@ class Disturbed:
 
     async def fetch(self, sql: str, *parameters: Any) -> Any:
         if not sql.startswith("-- write_batch") or "skip locked" not in sql:
+            self._trouble.met["slow path"] += sql.startswith("-- write_batch") and "the slow path" in sql
             return await self._connection.fetch(sql, *parameters)
         await self._trouble.before_write(parameters[2])
         fault, self._trouble.fault = self._trouble.fault, "none"
+        self._trouble.met[fault] += 1
+        self._trouble.met["batch of several"] += len(parameters[2]) > 1
         if fault == "lost_before_commit":
             self._cut()
         records = await self._connection.fetch(sql, *parameters)

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 
 import pytest
-from tests.differential.comparison import Comparison
+from tests.differential.comparison import ROUGH, Comparison
 
-from perdure.testing.histories import Shape, play_all, step_seeds
+from perdure.testing.histories import play_all, step_seeds
 from perdure.testing.mutants import MUTANTS, Mutant
 from perdure.testing.simulator import simulate
 
@@ -14,9 +14,6 @@ STEPS = 40
 SOUND_SEEDS = 10
 ROUGH_SEEDS = 4
 HANG_S = 20.0
-
-# Mostly what the faults in the SQL are about: others that commit in between, commits in doubt, batches.
-ROUGH = Shape(fault_chance=0.25, miss_chance=0.25, batch_chance=0.5)
 
 IN_MEMORY = [m for m in MUTANTS if m.hunt != "postgres"]
 IN_POSTGRES = [m for m in MUTANTS if m.hunt == "postgres"]

@@ -22,7 +22,7 @@ NO: Final = frozenset({"n", "no", ""})
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How a turn came to rest: the stop reason, or `terminated` or `deleted`; and the last error, if one ended it."""
+    """How a turn came to rest: the stop reason, or `interrupted` by us, `terminated`, `deleted`; and the error that ended it, if any."""
 
     reason: str
     error: str | None
@@ -53,9 +53,11 @@ class Chat:
         self._asker = asker
         self._cursor: str | None = None
         self._calls: dict[str, Json] = {}
+        self._interrupted = False
 
     def say(self, text: str) -> Ending:
         """Send a message and attend its turn. Raises `Left`."""
+        self._interrupted = False
         with CtrlC(self._interrupt) as ctrl_c, self._follow() as following:
             input_id = self._send({"type": "user.message", "content": [{"type": "text", "text": text}]})
             self._screen.own(input_id)
@@ -89,6 +91,7 @@ class Chat:
         self._screen.tell("Interrupting the turn; press Ctrl-C again to leave it running and go.")
         try:
             self._send({"type": "user.interrupt"})
+            self._interrupted = True
         except CommandFailed as failed:
             self._screen.tell(str(failed))
 
@@ -115,7 +118,8 @@ class Chat:
                     if owed and self._is_idle():
                         self._answer(owed, ctrl_c)
                     elif not owed and is_processed:
-                        return Ending(str(event.data["stop_reason"]["type"]), error)
+                        reason = str(event.data["stop_reason"]["type"])
+                        return Ending("interrupted" if self._interrupted else reason, error)
                 case "session.status_terminated":
                     return Ending("terminated", error)
                 case _:

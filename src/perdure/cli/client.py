@@ -165,14 +165,14 @@ class Client:
 
 
 def _events_of(response: httpx2.Response) -> Iterator[StreamEvent]:
-    for frame in httpx2.EventSource(response, max_event_size=EVENT_BYTES_MAX):
-        if not frame.data:
-            continue
-        try:
-            data = cast("Json", json.loads(frame.data))
-        except ValueError:
-            raise StreamLost("a frame was cut") from None
-        yield StreamEvent(frame.id or None, frame.event, data)
+    try:
+        for frame in httpx2.EventSource(response, max_event_size=EVENT_BYTES_MAX):
+            if frame.data:
+                yield StreamEvent(frame.id or None, frame.event, cast("Json", json.loads(frame.data)))
+    except httpx2.TransportError as error:
+        raise StreamLost(f"{type(error).__name__}: {error}") from None
+    except ValueError:
+        raise StreamLost("a frame was cut") from None
     raise StreamLost("the server ended the stream")
 
 

@@ -96,11 +96,18 @@ def refuse_archive(state: SessionState, status: SessionStatus, waiting_count: in
     """Why a session can't be archived now. Input that waits counts as running (no input is lost by archiving)."""
     if state in ("deleting", "deleted"):
         return Refused("not_found", "session_not_found", "Session not found.")
-    if status in ("running", "rescheduling") or waiting_count:
+    if status in ("running", "rescheduling"):
         return Refused(
             "conflict",
             "session_running",
             "The session is running: interrupt it and wait until it is idle, then archive it.",
+        )
+    if waiting_count:
+        # An interrupt would not help: it leaves what waits behind a required action.
+        return Refused(
+            "conflict",
+            "session_running",
+            "Messages wait behind the session's required actions: answer those, or withdraw the messages, then archive it.",
         )
     return None
 

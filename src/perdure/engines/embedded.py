@@ -6,7 +6,7 @@ global limit bounds runners and never changes the order within a session, becaus
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, Protocol
 from uuid import UUID, uuid4
 
@@ -39,6 +39,9 @@ DRAIN_TOOL_MS: Final = 10_000
 
 DRAIN_LEDGER_S: Final = 10.0
 """How long a drain waits for a ledger that is away; after it the turn is left to whoever takes it over."""
+
+ABANDON_S: Final = 5.0
+"""A cancelled call gets this long to end. After it nobody waits for it: its turn is over, and what it still says is dropped."""
 
 SWEEP_ROWS: Final = 500
 RETRY_S: Final = 0.2
@@ -130,6 +133,8 @@ class _Runner:
             return finished.result()
         if self._stopped_at is not None and not done:
             self._lease = None  # the calls ignore the stop: look at the turn as a stranger, and end it over their heads
+            self.engine.abandon(self._flying)
+            self._flying.clear()
         return None
 
     def _grace_s(self) -> float | None:
@@ -195,11 +200,13 @@ class _Runner:
         return Fenced()
 
     async def _ground(self, tasks: "dict[asyncio.Task[StepOutcome], Step]") -> None:
-        """Cancel calls and wait until nothing of them is left."""
+        """Cancel calls and wait until nothing of them is left. One that does not end is abandoned: it holds up nobody."""
         cancelled = list(tasks)
         for task in cancelled:
             task.cancel()
-        await asyncio.gather(*cancelled, return_exceptions=True)
+        if cancelled:
+            _, left = await asyncio.wait(cancelled, timeout=ABANDON_S)
+            self.engine.abandon(left)
         for task in cancelled:
             self._flying.pop(task, None)
 
@@ -227,6 +234,7 @@ class EmbeddedEngine:
         self._pending: dict[tuple[UUID, UUID], None] = {}
         self._timers: dict[tuple[UUID, UUID], asyncio.TimerHandle] = {}
         self._sweeper: asyncio.Task[None] | None = None
+        self._abandoned: set[asyncio.Task[StepOutcome]] = set()
         self._sweep_now = asyncio.Event()
         self._log = telemetry.logger("engine")
 
@@ -330,7 +338,8 @@ class EmbeddedEngine:
     async def _perform(self, step: Step, stop: asyncio.Event) -> StepOutcome:
         try:
             crashpoint.point(f"before_call.{step.kind}")
-            outcome = await self._performer.perform(step, stop)
+            with telemetry.step_seconds.labels(step.kind).time():
+                outcome = await self._performer.perform(step, stop)
             crashpoint.point(f"after_call.{step.kind}")
             return outcome
         except (AssertionError, InvariantViolation, KeyError, ValueError, TypeError, AttributeError) as error:
@@ -341,6 +350,19 @@ class EmbeddedEngine:
                     step_id=step.id, code="unknown_error", message="An internal error ended the call.", retryable=True
                 )
             return Stopped(step_id=step.id)
+
+    def abandon(self, tasks: Iterable[asyncio.Task[StepOutcome]]) -> None:
+        """Let go of calls that ignore their cancellation. The set only keeps them from being collected while they run."""
+        for task in list(tasks):
+            task.cancel()
+            self._abandoned.add(task)
+            task.add_done_callback(self._forget)
+            self._log.warning("call_abandoned", call=task.get_name())
+
+    def _forget(self, task: asyncio.Task[StepOutcome]) -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled():
+            task.exception()
 
     # ---------------------------------------------------------------------------------------------------------- life
 

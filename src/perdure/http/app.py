@@ -104,9 +104,11 @@ class App:
         metrics: HttpMetrics,
         readiness: Readiness,
         routes: Iterable[AnyRoute] = CLAUDE_ROUTES,
+        warnings: Iterable[str] = (),
         body_silence_s: float = BODY_SILENCE_S,
     ) -> None:
         self._services = services
+        self._warnings = tuple(warnings)
         self._authenticator = authenticator
         self._metrics = metrics
         self._readiness = readiness
@@ -166,7 +168,8 @@ class App:
             reasons = {"database": "The database can't be reached."}
         if self._stopping:
             reasons["process"] = "The process is stopping."
-        body = msgspec.json.encode({"status": "not_ready" if reasons else "ready", "reasons": reasons})
+        status = "not_ready" if reasons else "ready"
+        body = msgspec.json.encode({"status": status, "reasons": reasons, "warnings": self._warnings})
         return Response(503 if reasons else 200, body)
 
     # ----------------------------------------------------------------------------------------------------------- routes
@@ -397,11 +400,12 @@ def create_app(
     metrics: HttpMetrics,
     readiness: Readiness,
     routes: Iterable[AnyRoute] = CLAUDE_ROUTES,
+    warnings: Iterable[str] = (),
     body_silence_s: float = BODY_SILENCE_S,
 ) -> App:
     """The application of one process. `authenticator.run()` must run beside it, or revoked keys keep their streams.
 
-    `routes` are those of the Claude face; a test may serve others.
+    `routes` are those of the Claude face; a test may serve others. `warnings` are shown by `/readyz` without making it unready.
     """
     return App(
         services,
@@ -409,5 +413,6 @@ def create_app(
         metrics=metrics,
         readiness=readiness,
         routes=routes,
+        warnings=warnings,
         body_silence_s=body_silence_s,
     )

@@ -5,6 +5,8 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from perdure import telemetry
+
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 LATENCY_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 UNROUTED: Final = "(none)"
@@ -48,4 +50,4 @@ class HttpMetrics:
 
     def page(self) -> bytes:
         """What a scrape gets."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(telemetry.REGISTRY)

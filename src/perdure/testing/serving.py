@@ -175,7 +175,7 @@ class Told:
     async def stream(self, *, last_id: str | None = None, deltas: Sequence[str] = ()) -> AsyncGenerator[httpx2.Response]:
         """The raw stream, from the moment its headers are here."""
         headers = {} if last_id is None else {"last-event-id": last_id}
-        query = [("event_deltas[]", d) for d in deltas]
+        query = {"event_deltas[]": list(deltas)}
         async with self.served.http.stream(
             "GET", f"{self.path}/events/stream", headers=headers, params=query, timeout=READ_S
         ) as response:

@@ -79,10 +79,17 @@ class StubEnvironment:
         """None."""
         return []
 
-    async def close(self) -> None:
-        """Let go of who still waits."""
+    def release(self) -> None:
+        """Let go of who still waits, and forget the script."""
         for gate in self._gates.values():
             gate.open()
+        self._gates.clear()
+        self._stubborn.clear()
+        self._answers.clear()
+
+    async def close(self) -> None:
+        """Let go of who still waits."""
+        self.release()
 
 
 class CuttingLine:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import httpx2
@@ -164,7 +165,8 @@ def _spans(events: Sequence[Json], *, ended: bool) -> list[str]:
 def _tools(events: Sequence[Json], *, ended: bool) -> list[str]:
     faults: list[str] = []
     open_ids: set[str] = set()
-    waiting = set(last_idle(events)["stop_reason"].get("event_ids", ())) if only(events, "session.status_idle") else set()
+    idles = only(events, "session.status_idle")
+    waiting: list[str] = idles[-1]["stop_reason"].get("event_ids", []) if idles else []
     for event in events:
         if event["type"] == "agent.tool_use":
             open_ids.add(str(event["id"]))
@@ -173,7 +175,7 @@ def _tools(events: Sequence[Json], *, ended: bool) -> list[str]:
                 faults.append(f"{event['id']} is a result for nothing open")
             open_ids.discard(str(event["tool_use_id"]))
     if ended:
-        faults += [f"{i} has no result" for i in sorted(open_ids - waiting)]
+        faults += [f"{i} has no result" for i in sorted(open_ids.difference(waiting))]
     return faults
 
 
@@ -190,8 +192,4 @@ def _statuses(events: Sequence[Json]) -> list[str]:
             after = kinds_of(events[number + 1 : number + 2])
             if after != ["session.thread_status_running"]:
                 faults.append(f"running {event['id']} is followed by {after}")
-    order = statuses_of(events)
-    faults += [
-        f"running follows {a}" for a, b in zip(order, order[1:], strict=False) if b == "running" and a == "running"
-    ]
-    return faults
+    return faults + [f"{b} follows {a}" for a, b in pairwise(statuses_of(events)) if a == b == "running"]
