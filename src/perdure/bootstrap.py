@@ -318,6 +318,7 @@ class _Parts:
             concurrency=self.settings.concurrency,
             before_sweep=self._look_for_dead,
         )
+        self.ledger.places = self.engine
         if self.notify is not None:
             self.notify.on_hint(self.engine.hinted)
         self.engine.start()

@@ -347,3 +347,28 @@ async def open_site(
                 yield Site(server, models, http, data, environment)
     finally:
         await models.close()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another server process's worth of parts on the same database."""
+
+    server: bootstrap.Server
+    http: httpx2.AsyncClient
+
+
+@asynccontextmanager
+async def open_peer(site: Site, *, worker: bool = False) -> AsyncGenerator[Peer]:
+    """A second API, and a second worker if asked, beside a site's; the site's key is good for it."""
+    flags = {
+        "data": site.data / "peer",
+        "port": 0,
+        "database_url": site.server.database_url,
+        "anthropic_base_url": site.models.base_url,
+    }
+    async with bootstrap.open_server(settings.load(flags, {}), api=True, worker=worker) as server:
+        assert server.url is not None
+        headers = {"x-api-key": str(site.server.api_key), **VERSION}
+        limits = httpx2.Limits(max_connections=None)
+        async with httpx2.AsyncClient(base_url=server.url, headers=headers, timeout=60, limits=limits) as http:
+            yield Peer(server, http)

@@ -1,4 +1,4 @@
-"""A world for processes that die: one database, one provider, clients that send again what got no answer, and the checker over all of it."""
+"""A world for processes that die: one database, one provider, clients that send again what got no answer, and the checker over it all."""
 
 import asyncio
 import json
@@ -7,23 +7,22 @@ import random
 import re
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from uuid import UUID, uuid4
 
+from perdure.domain import ids
 from perdure.http.claude.wire import SESSION, from_wire_id
 from perdure.postgres.pool import ReadPool
 from perdure.testing.checker import Checker, check_requests, read_effects
 from perdure.testing.model_server import Call, Gate, ModelServerThread, RecordedRequest, Reply, Text
-from perdure.testing.processes import Answer, Child, Cut, Json, Verb
+from perdure.testing.processes import Answer, Child, Cut, Json, Verb, until
 
 MODEL = "claude-opus-5"
 TOOL_SET = "agent_toolset_20260401"
 DECIDE = {"type": "custom", "name": "decide", "description": "The client decides.", "input_schema": {"type": "object"}}
 
-POLL_S = 0.02
 DEADLINE_S = 30.0
 RECOVERY_S = 3.0
 """The promise."""
@@ -96,6 +95,7 @@ class World:
         self._checker: Checker | None = None
         self._pool: ReadPool | None = None
         self.workspaces: dict[UUID, str] = {}
+        self._checked: set[UUID] = set()
 
     @property
     def checker(self) -> Checker:
@@ -152,19 +152,19 @@ class World:
     async def request(self, method: str, path: str, body: Json | None = None) -> Answer:
         """Sent until it is answered, always with the same key: through crashes, restarts and outages."""
         headers = {"idempotency_key": str(uuid4())} if method == "POST" else {}
-        async with asyncio.timeout(DEADLINE_S * 2):
-            while True:
-                await self.back.wait()
-                server = self.server
-                assert server is not None
-                try:
-                    answer = await server.api.call(method, path, body, **headers)
-                except Cut:
-                    await asyncio.sleep(POLL_S)
-                    continue
-                if answer.status != 503:
-                    return answer
-                await asyncio.sleep(POLL_S)
+
+        async def once() -> Answer | None:
+            await self.back.wait()
+            assert self.server is not None
+            try:
+                answer = await self.server.api.call(method, path, body, **headers)
+            except Cut:
+                return None
+            return None if answer.status == 503 else answer
+
+        answer = await until(once, DEADLINE_S * 2)
+        assert isinstance(answer, Answer)
+        return answer
 
     async def agent(self, policy: str = "always_allow") -> str:
         """An agent with every tool, made once."""
@@ -208,15 +208,16 @@ class World:
 
     async def at_rest(self, session: str) -> str:
         """Wait until the session is idle; why it is."""
-        async with asyncio.timeout(DEADLINE_S * 2):
-            while True:
-                answer = (await self.request("GET", f"/v1/sessions/{session}")).ok()
-                if answer["status"] == "idle":
-                    events = await self.listed(session)
-                    idles = [e for e in events if e["type"] == "session.status_idle"]
-                    if idles and events[-1]["type"] == "session.status_idle":
-                        return idles[-1]["stop_reason"]["type"]
-                await asyncio.sleep(POLL_S)
+
+        async def rests() -> str | None:
+            answer = (await self.request("GET", f"/v1/sessions/{session}")).ok()
+            if answer["status"] != "idle":
+                return None
+            events = await self.listed(session)
+            last = events[-1] if events else {}
+            return last["stop_reason"]["type"] if last.get("type") == "session.status_idle" else None
+
+        return str(await until(rests, DEADLINE_S * 2))
 
     async def drive(self, kind: str, name: str) -> None:
         """One client with one session, from its creation to its end."""
@@ -246,13 +247,6 @@ class World:
 
     # ------------------------------------------------------------------------------------------------------------ truth
 
-    async def until(self, holds: Callable[[], Awaitable[Any]], deadline_s: float = DEADLINE_S) -> Any:
-        """Ask until the answer is a true one."""
-        async with asyncio.timeout(deadline_s):
-            while not (answer := await holds()):
-                await asyncio.sleep(POLL_S)
-        return answer
-
     async def quiet(self) -> None:
         """Wait until nothing is left to do."""
 
@@ -260,7 +254,7 @@ class World:
             return not await self.checker.busy()
 
         try:
-            await self.until(is_quiet)
+            await until(is_quiet, DEADLINE_S)
         except TimeoutError:
             raise AssertionError(await self.checker.faults()) from None
 
@@ -275,18 +269,21 @@ class World:
         async def go_on() -> bool:
             return not killed & await self.active_turns()
 
-        await self.until(go_on)
+        await until(go_on, DEADLINE_S)
         took_s = time.monotonic() - since
         if killed:
             self.recoveries_s[name] = max(took_s, self.recoveries_s.get(name, 0.0))
             assert took_s < RECOVERY_S_MAX, f"{name}: killed turns went on only after {took_s:.1f} s"
         return took_s
 
-    async def check(self) -> None:
-        """Nothing is running, nothing is lost, nothing is doubled."""
+    async def check(self, *, everything: bool = True) -> None:
+        """Nothing is running, nothing is lost, nothing is doubled. Only new sessions, unless `everything`."""
         await self.quiet()
-        effects = read_effects(self.data / "workspaces" / _token(s) / "effects" for s in self.workspaces)
-        faults = await self.checker.faults() + await self.checker.check_effects(effects)
+        looked_at = set(self.workspaces) if everything else set(self.workspaces) - self._checked
+        self._checked |= looked_at
+        effects = read_effects(self.data / "workspaces" / ids.token(s) / "effects" for s in looked_at)
+        faults = await self.checker.faults(None if everything else looked_at)
+        faults += await self.checker.check_effects(effects, None if everything else looked_at)
         faults += check_requests(self.provider.server.requests[self.first_request :])
         assert not faults, "\n".join(faults)
 
@@ -312,12 +309,6 @@ def uuid_of(session: str) -> UUID:
     found = from_wire_id(SESSION, session)
     assert found is not None
     return found
-
-
-def _token(session_id: UUID) -> str:
-    from perdure.domain import ids
-
-    return ids.token(session_id)
 
 
 @asynccontextmanager

@@ -15,6 +15,9 @@ from perdure.cli.text import harmless
 AGAIN_S: Final = 2.0
 """A second Ctrl-C within this time leaves."""
 
+JOIN_S: Final = 2.0
+"""An interrupt that was sent is answered by then; one that was not is not waited for."""
+
 
 class Asker(Protocol):
     """Gets a line from somebody."""
@@ -79,6 +82,7 @@ class CtrlC:
         self._clock = clock
         self._pressed_s: float | None = None
         self._before: Any = None
+        self._threads: list[threading.Thread] = []
         self._is_ours = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> "CtrlC":
@@ -89,6 +93,8 @@ class CtrlC:
     def __exit__(self, *exception: object) -> None:
         if self._is_ours:
             signal.signal(signal.SIGINT, self._before)
+        for thread in self._threads:
+            thread.join(JOIN_S)
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
@@ -108,4 +114,6 @@ class CtrlC:
             raise Left
         self._pressed_s = now_s
         # In a thread, because the main one may be in the middle of reading or writing.
-        threading.Thread(target=self._interrupt, name="interrupt", daemon=True).start()
+        thread = threading.Thread(target=self._interrupt, name="interrupt", daemon=True)
+        self._threads.append(thread)
+        thread.start()

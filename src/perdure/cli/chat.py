@@ -89,10 +89,12 @@ class Chat:
 
     def _interrupt(self) -> None:
         self._screen.tell("Interrupting the turn; press Ctrl-C again to leave it running and go.")
+        # Said first: the turn may be over before the answer is here.
+        self._interrupted = True
         try:
             self._send({"type": "user.interrupt"})
-            self._interrupted = True
         except CommandFailed as failed:
+            self._interrupted = False
             self._screen.tell(str(failed))
 
     # ------------------------------------------------------------------------------------------------------------ the turn

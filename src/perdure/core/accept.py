@@ -7,6 +7,7 @@ from uuid import UUID
 
 import msgspec
 
+from perdure.core.advance import claim_at_once
 from perdure.core.draft import Draft
 from perdure.core.settle import after_interrupt, end_turn, interrupt_head, park_phase, set_phase, settle_control
 from perdure.domain.barrier import Action, refuse_answer, still_owed
@@ -41,6 +42,8 @@ def accept(draft: Draft, command: Accept) -> Accepted | Refused:
     events = admit(draft, thread_id, command.arrivals, command.authority)
     if key is not None:
         record_submission(draft, key, events)
+    if command.claim_by is not None:
+        claim_at_once(draft, thread_id, command.claim_by)
     return Accepted(events=events)
 
 

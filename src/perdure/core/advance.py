@@ -67,6 +67,19 @@ def _look(draft: Draft, thread: Thread, turn: Turn | None, command: Advance) -> 
     return _go_on(draft, thread.id, worker_id)
 
 
+def claim_at_once(draft: Draft, thread_id: UUID, worker_id: UUID) -> None:
+    """Right after an admission: give what may run now to a worker that waits for it, so that a plain turn costs two commits."""
+    turn = draft.turn_of(thread_id)
+    if turn is not None and not (turn.state == "waiting" and turn.wait == "capacity"):
+        return
+    if turn is not None:
+        adopt(draft, turn, worker_id)
+    answer = _go_on(draft, thread_id, worker_id)
+    if isinstance(answer, Perform):
+        draft.claimed[thread_id] = answer
+    draft.settle_wakeup(thread_id, consume=True)
+
+
 def _claim_next(draft: Draft, thread_id: UUID, worker_id: UUID) -> Answered:
     if draft.session.state != "open" or claim(draft, thread_id, worker_id) is None:
         return Idle()

@@ -82,5 +82,6 @@ def committed(draft: Draft) -> Committed:
         events=tuple(draft.events),
         woken=tuple((w.thread_id, _delay_ms(draft, w)) for w in draft.wakeups.values()),
         stopped=tuple(t for t in draft.threads if draft.open_controls(t)),
+        claimed=tuple(draft.claimed.items()),
         deleted=draft.session.state in ("deleting", "deleted"),
     )

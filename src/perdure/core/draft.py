@@ -19,6 +19,7 @@ from perdure.domain.submission import Submission
 from perdure.domain.transcript import TranscriptEntry
 from perdure.domain.turn import Turn
 from perdure.domain.wakeup import Wakeup
+from perdure.ports.ledger import Perform
 
 _replace: Final = msgspec.structs.replace
 
@@ -43,6 +44,8 @@ class Draft:
         self.dead_workers = facts.dead_workers
         self.events: list[Event] = []
         self.transcript: list[TranscriptEntry] = []
+        self.claimed: dict[UUID, Perform] = {}
+        """Turns claimed at admission, with what their worker is to do."""
         self._dirty: dict[tuple[type[Row], Any], Row] = {}
         self._stamps: list[Stamp] = []
         self._slept: set[UUID] = set()

@@ -108,7 +108,7 @@ def needs_of(command: Command) -> Needs:
             return Needs(heads_max=WAITING_HEADS_MAX, digests=_digests(command.submission))
         case Accept():
             refs = tuple(a.action_id for a in command.arrivals if a.action_id is not None)
-            stops = any(a.kind == "interrupt" for a in command.arrivals)
+            stops = command.claim_by is not None or any(a.kind == "interrupt" for a in command.arrivals)
             return Needs(
                 heads_max=WAITING_HEADS_MAX if stops else 0, actions=refs, digests=_digests(command.submission)
             )

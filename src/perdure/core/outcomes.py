@@ -15,7 +15,14 @@ from perdure.domain.event import ErrorSnap, ItemSnap, StepSnap, encode
 from perdure.domain.item import call_id, item_id
 from perdure.domain.profile import PROFILES
 from perdure.domain.step import Step, decide_retry
-from perdure.domain.transcript import AMBIGUOUS_TEXT, CONTINUE_TEXT, INTERRUPTED_TEXT, STOPPED_TEXT, TranscriptEntry, text_result
+from perdure.domain.transcript import (
+    AMBIGUOUS_TEXT,
+    CONTINUE_TEXT,
+    INTERRUPTED_TEXT,
+    STOPPED_TEXT,
+    TranscriptEntry,
+    text_result,
+)
 from perdure.domain.turn import CUT_ROUNDS_MAX, Turn
 from perdure.ports.ledger import (
     Answered,

@@ -32,6 +32,7 @@ from perdure.domain.transcript import (
 )
 from perdure.domain.turn import Turn, TurnOutcome
 
+
 def set_phase(
     draft: Draft,
     thread_id: UUID,

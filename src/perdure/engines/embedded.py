@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 from uuid import UUID, uuid4
 
 from perdure import crashpoint, telemetry
+from perdure.domain import ids
 from perdure.domain.control import STOP_GRACE_MS
 from perdure.domain.errors import Fenced, InvariantViolation, Unavailable
 from perdure.domain.step import Step
@@ -76,8 +77,11 @@ class WorkerSeat(Protocol):
 class _Runner:
     """One thread's calls in flight."""
 
-    def __init__(self, engine: "EmbeddedEngine", session_id: UUID, thread_id: UUID) -> None:
+    def __init__(
+        self, engine: "EmbeddedEngine", session_id: UUID, thread_id: UUID, claimed: Perform | None = None
+    ) -> None:
         self.engine = engine
+        self._claimed = claimed
         self.session_id = session_id
         self.thread_id = thread_id
         self.poked = asyncio.Event()
@@ -93,12 +97,19 @@ class _Runner:
                 if self.engine.draining:
                     return
                 await asyncio.sleep(RETRY_S)
-            answer = await self._advance(None)
+            answer = await self._first()
             while isinstance(answer, Perform | Working):
                 self._obey(answer)
                 answer = await self._advance(await self._next())
         finally:
             await self._ground(self._flying)
+
+    async def _first(self) -> Answered:
+        """What admission already claimed for us, or a first look."""
+        if self._claimed is None:
+            return await self._advance(None)
+        self._lease = self._claimed.lease
+        return await self._drain(None) if self.engine.draining else self._claimed
 
     def _obey(self, answer: Perform | Working) -> None:
         """Start what is to be started, stop what is to be stopped."""
@@ -232,6 +243,8 @@ class EmbeddedEngine:
         self._fenced = False
         self._runners: dict[tuple[UUID, UUID], tuple[_Runner, asyncio.Task[None]]] = {}
         self._pending: dict[tuple[UUID, UUID], None] = {}
+        self._offered: set[UUID] = set()
+        self._handed: dict[tuple[UUID, UUID], Perform] = {}
         self._timers: dict[tuple[UUID, UUID], asyncio.TimerHandle] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._abandoned: set[asyncio.Task[StepOutcome]] = set()
@@ -241,7 +254,9 @@ class EmbeddedEngine:
     # ---------------------------------------------------------------------------------------------------------- hints
 
     def committed(self, committed: Committed) -> None:
-        """A commit of this process: look where it says there is work."""
+        """A commit of this process: take what it claimed for us, look where it says there is work."""
+        for thread_id, claimed in committed.claimed:
+            self._take((committed.session_id, thread_id), claimed)
         for thread_id, delay_ms in committed.woken:
             self._kick_in(committed.session_id, thread_id, delay_ms)
         for thread_id in committed.stopped:
@@ -253,6 +268,28 @@ class EmbeddedEngine:
             return
         if not self._poke(hint.session_id, hint.thread_id) and not hint.stop:
             self.kick(hint.session_id, hint.thread_id)
+
+    def offer(self, session_id: UUID) -> UUID | None:
+        """A place for the turn that an admission may start, or None when there is none to spare or others wait for it."""
+        busy = len(self._runners) + len(self._offered) >= self._concurrency or bool(self._pending)
+        known = session_id in self._offered or (session_id, ids.primary_thread(session_id)) in self._runners
+        if busy or known or self.draining or self._fenced or not self.seat.may_start():
+            return None
+        self._offered.add(session_id)
+        return self.seat.id
+
+    def settle(self, session_id: UUID) -> None:
+        """The admission is through; what it claimed came with its commit."""
+        self._offered.discard(session_id)
+
+    def _take(self, key: tuple[UUID, UUID], claimed: Perform) -> None:
+        """Run a turn that is ours already; behind a runner that is on its way out."""
+        if key in self._runners:
+            self._handed[key] = claimed
+            return
+        runner = _Runner(self, *key, claimed)
+        task = asyncio.create_task(self._supervise(runner), name=f"turn-{key[0]}")
+        self._runners[key] = (runner, task)
 
     def kick(self, session_id: UUID, thread_id: UUID) -> None:
         """Look at a thread, now or when there is room."""
@@ -310,6 +347,9 @@ class EmbeddedEngine:
             self._kick_in(*key, delay_ms=int(CRASH_PAUSE_S * 1000))
         finally:
             del self._runners[key]
+            handed = self._handed.pop(key, None)
+            if handed is not None and not self._fenced:
+                self._take(key, handed)
             self._fill()
 
     def _fill(self) -> None:

@@ -62,6 +62,8 @@ class Accept(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: tuple[Arrival, ...]
     submission: SubmissionKey | None = None
     authority: UUID | None = None
+    claim_by: UUID | None = None
+    """A worker with a free place: what may run now is claimed for it in the same commit."""
 
 
 class OutBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,6 +272,8 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
     """Threads with a wakeup, and in how many milliseconds it is due."""
     stopped: tuple[UUID, ...]
     """Threads with an open stop."""
+    claimed: "tuple[tuple[UUID, Perform], ...]" = ()
+    """Threads whose turn was claimed at admission for a worker of this process, and the calls it owes."""
     deleted: bool = False
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -58,6 +58,19 @@ from perdure.postgres.writer import Writer
 
 R = TypeVar("R", bound=Any)
 
+
+class Places(Protocol):
+    """Who may take work in the commit that admits it."""
+
+    def offer(self, session_id: UUID) -> UUID | None:
+        """The worker to claim for, its place held until `settle`; None when there is none to spare."""
+        ...
+
+    def settle(self, session_id: UUID) -> None:
+        """The admission is through: what was claimed has been handed over, the place is no longer held for it."""
+        ...
+
+
 WRITERS: Final = 2
 """Writers for sessions: one decides while the other waits for the disk. More only compete for the same cores."""
 
@@ -77,6 +90,7 @@ class PostgresLedger:
             return await connect(url, application_name="perdure-writer", hot=True)
 
         self._pool = pool
+        self.places: Places | None = None
         self._writers = [Writer(dial, on_commit, now) for _ in range(WRITERS)]
         self._creator = Writer(dial, on_commit, now)
 
@@ -106,7 +120,14 @@ class PostgresLedger:
 
     async def accept(self, command: Accept) -> Accepted | Refused:
         """See `Ledger.accept`."""
-        return _only(await self.apply(command), Accepted, Refused)
+        worker = None if self.places is None else self.places.offer(command.session_id)
+        if self.places is None or worker is None:
+            return _only(await self.apply(command), Accepted, Refused)
+        try:
+            claiming = msgspec.structs.replace(command, claim_by=worker)
+            return _only(await self.apply(claiming), Accepted, Refused)
+        finally:
+            self.places.settle(command.session_id)
 
     async def advance(self, command: Advance) -> Answered:
         """See `Ledger.advance`."""

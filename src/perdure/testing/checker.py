@@ -130,10 +130,10 @@ class Checker:
         )
         return [r["id"] for r in rows]
 
-    async def faults(self, *, quiet: bool = True) -> list[str]:
-        """Everything that is wrong now. `quiet`: nothing is running and nothing should be left to do."""
+    async def faults(self, only: Iterable[UUID] | None = None, *, quiet: bool = True) -> list[str]:
+        """Everything that is wrong now. `only` looks at these sessions. `quiet`: nothing is running and nothing should be left to do."""
         faults = [*await self._idle_transactions(), *await self._leftovers()]
-        for session_id in await self.sessions():
+        for session_id in await self.sessions() if only is None else only:
             rows = await read_rows_of(self._pool, session_id)
             if rows is None:
                 continue
@@ -210,10 +210,10 @@ class Checker:
                 faults.append(f"{count} rows of {table.name} belong to no session")
         return faults
 
-    async def check_effects(self, effects: Effects) -> list[str]:
+    async def check_effects(self, effects: Effects, only: Iterable[UUID] | None = None) -> list[str]:
         """No call ran twice. One whose result is known ran; one that is ambiguous may have."""
         faults = [f"call {name!r} ran {count} times" for name, count in effects.runs.items() if count > 1]
-        for session_id in await self.sessions():
+        for session_id in await self.sessions() if only is None else only:
             rows = await read_rows_of(self._pool, session_id)
             if rows is not None:
                 faults += _effects_of(rows.trace, effects)

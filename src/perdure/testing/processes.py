@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias
@@ -33,6 +33,16 @@ POLL_S: Final = 0.02
 
 # What a child may inherit: nothing that points it at another server or database.
 _INHERITED: Final = ("PATH", "HOME", "LANG", "TMPDIR", "USER")
+
+
+async def until(holds: Callable[[], Awaitable[Any]], deadline_s: float) -> Any:
+    """Ask another process, or its database, until the answer is a true one; `TimeoutError` when it never is."""
+    async with asyncio.timeout(deadline_s):
+        while True:
+            answer = await holds()
+            if answer:
+                return answer
+            await asyncio.sleep(POLL_S)
 
 
 class Cut(Exception):

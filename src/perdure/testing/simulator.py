@@ -276,13 +276,13 @@ class SimWorker:
         self.after(1, self._sweep)
 
     def drain(self) -> None:
-        """An orderly end: every turn is given back, then another process takes the place."""
+        """An orderly end: every turn is given back, the worker says that it leaves, another process takes the place."""
         if not self.alive or self.frozen:
             return
         for runner in list(self.runners.values()):
             runner.give_back()
-        if self.alive:
-            self._begin(self.world.rng.randrange(10, 500))
+        self.missing[self.id] = self.world.now_ms
+        self._begin(self.world.rng.randrange(10, 500))
 
 
 class SimRunner:

@@ -212,7 +212,7 @@ async def test_operational_pages_need_no_key(serving: Serving) -> None:
     async with serving.http() as http:
         health = await http.get("/healthz")
         assert (health.status_code, health.json()) == (200, {"status": "ok", "version": "9.9.9"})
-        assert (await http.get("/readyz")).json() == {"status": "ready", "reasons": {}}
+        assert (await http.get("/readyz")).json() == {"status": "ready", "reasons": {}, "warnings": []}
         serving.reasons["database"] = "The schema is older than this version: run 'perdure migrate'."
         unready = await http.get("/readyz")
         assert (unready.status_code, unready.json()["reasons"]) == (503, serving.reasons)
