@@ -128,7 +128,9 @@ def pgbench(database_url: str, *, clients: int, seconds: float) -> Admissions:
         command = [str(pgbench_program()), *where(database_url), "-n", "-M", "prepared"]
         command += ["-c", str(clients), "-j", "1", "-T", str(max(1, round(seconds)))]
         command += ["-f", f"{admit}@1", "-f", f"{pause}@1", "-l", "--log-prefix", str(Path(folder, "log"))]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=seconds + 60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60)
+        if done.returncode != 0:
+            raise RuntimeError(f"pgbench failed: {done.stderr[-500:]}")
         lines = [line for path in Path(folder).glob("log.*") for line in path.read_text().splitlines()]
     return read_log(lines)
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -124,8 +124,8 @@ class Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin after a pause, so that clients don't march in step."""
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
-        self._transport = transport  # type: ignore[assignment]
+        # The transports of uvloop are no subclasses of asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
         self._pause()
 
     def _pause(self) -> None:
@@ -222,7 +222,7 @@ def read_back(order: Order, acks: Iterable[Ack]) -> dict[str, int]:
     return found
 
 
-async def _load(order: Order) -> Loaded:
+async def _load(order: Order) -> tuple[Loaded, list[Ack]]:
     parts = urlsplit(order.url)
     assert parts.hostname is not None and parts.port is not None
     loop = asyncio.get_running_loop()
@@ -237,7 +237,7 @@ async def _load(order: Order) -> Loaded:
     await asyncio.wait([c.done for c in clients], timeout=order.warm_s + order.seconds_max + LOST_S)
     cpu_s = time.process_time() - cpu_s
     ends_s = min(plan.ends_s, plan.first_stop_s or plan.ends_s)
-    return summarise(plan.acks, counted=(began_s + order.warm_s, ends_s), cpu_s=cpu_s)
+    return summarise(plan.acks, counted=(began_s + order.warm_s, ends_s), cpu_s=cpu_s), plan.acks
 
 
 def summarise(acks: Sequence[Ack], *, counted: tuple[float, float], cpu_s: float) -> Loaded:
@@ -255,7 +255,7 @@ def summarise(acks: Sequence[Ack], *, counted: tuple[float, float], cpu_s: float
         p50_ms=percentile(took_ms, 0.5),
         p99_ms=percentile(took_ms, 0.99),
         client_cpu_us=cpu_s / max(1, len(acks)) * 1e6,
-    ) if True else None  # type: ignore[return-value]
+    )
 
 
 def run(order: Order) -> Loaded:
@@ -275,13 +275,10 @@ def main() -> None:
     import uvloop
 
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    kept: list[Ack] = []
-
-    async def load() -> Loaded:
-        return await _load(order)
-
-    loaded = uvloop.run(load())
-    del kept
+    loaded, acks = uvloop.run(_load(order))
+    if order.read_back:
+        good = [a for a in acks if 200 <= a.status < 300]
+        loaded = msgspec.structs.replace(loaded, **read_back(order, good))
     sys.stdout.buffer.write(msgspec.json.encode(loaded))
 
 

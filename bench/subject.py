@@ -27,6 +27,9 @@ PORTS: Final = range(20_000, 32_000)
 
 START_S: Final = 60.0
 STOP_S: Final = 40.0
+ROOMY: Final = {"max_connections": "100"}
+"""The embedded PostgreSQL takes 50, which is plenty for the server and too few for a floor of 64 clients."""
+
 PROFILE: Final = "PERDURE_BENCH_PROFILE"
 
 
@@ -106,13 +109,22 @@ def stop(subject: Subject) -> None:
 
 @contextmanager
 def running(*, worker: bool, settings: Mapping[str, Any] | None = None) -> Generator[Subject]:
-    """A server on a new data directory, stopped and gone afterwards."""
+    """A server on a new data directory, stopped and gone afterwards.
+
+    Its PostgreSQL is the embedded one with its own settings, but for room for pgbench's clients; we start it, the server attaches.
+    """
+    from perdure.postgres.embedded import start_embedded
+
     with data_folder() as data:
-        subject = start(data, worker=worker, settings=settings)
+        postgres = asyncio.run(start_embedded(data, settings=ROOMY))
         try:
-            yield subject
+            subject = start(data, worker=worker, settings=settings)
+            try:
+                yield subject
+            finally:
+                stop(subject)
         finally:
-            stop(subject)
+            asyncio.run(postgres.stop())
 
 
 # ------------------------------------------------------------------------------------------------------------- process

@@ -29,14 +29,15 @@ async def module_database_url(template_url: str) -> AsyncGenerator[str]:
 async def module_site(
     module_database_url: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> AsyncGenerator[Site]:
-    """The module's server. `STUB_TOOLS` and `SETTINGS` of the module say what it is like."""
+    """The module's server. `STUB_TOOLS`, `CUTTING_LINE` and `SETTINGS` of the module say what it is like."""
     data: Path = tmp_path_factory.mktemp("cases")
     flags: dict[str, Any] = getattr(request.module, "SETTINGS", {})
     environment = StubEnvironment(data / "executions") if getattr(request.module, "STUB_TOOLS", False) else None
     with pytest.MonkeyPatch.context() as patch:
         if environment is not None:
             patch.setattr(bootstrap, "LocalEnvironment", lambda *_, **__: environment)
-        async with open_site(module_database_url, data, environment, **flags) as site:
+        cutting = getattr(request.module, "CUTTING_LINE", False)
+        async with open_site(module_database_url, data, environment, cutting=cutting, **flags) as site:
             yield site
 
 

@@ -16,7 +16,7 @@ from tests.conftest import connected
 from perdure import bootstrap, settings
 from perdure.http.claude.wire import SESSION, from_wire_id
 from perdure.testing.model_server import Failure, ModelServer, RecordedRequest, Reply, Text
-from perdure.testing.stubs import StubEnvironment
+from perdure.testing.stubs import CuttingLine, StubEnvironment
 
 VERSION = {"anthropic-version": "2026-10-21"}
 DEADLINE_S = 15.0
@@ -182,7 +182,8 @@ class Driven:
     async def _follow(self, opened: asyncio.Event, *, deltas: bool) -> None:
         query = "?event_deltas[]=agent.message" if deltas else ""
         while True:
-            last = next((f.id for f in reversed(self.frames) if f.id), None)
+            # Cut off before the first frame: from the session's own first row on.
+            last = next((f.id for f in reversed(self.frames) if f.id), "1.0" if opened.is_set() else None)
             headers = {"last-event-id": last} if last else {}
             try:
                 async with self.http.stream("GET", self.path + "/events/stream" + query, headers=headers) as response:
@@ -333,11 +334,17 @@ def text_of(block: Json) -> str:
 
 @asynccontextmanager
 async def open_site(
-    database_url: str, data: Path, environment: StubEnvironment | None = None, **flags: Any
+    database_url: str, data: Path, environment: StubEnvironment | None = None, *, cutting: bool = False, **flags: Any
 ) -> AsyncGenerator[Site]:
-    """A server with API and worker, its provider and a client. With `environment`, that runs the tools."""
+    """A server with API and worker, its provider and a client. With `environment`, that runs the tools.
+
+    With `cutting`, the provider's answers come in pieces of a few bytes.
+    """
     models = await ModelServer.start()
-    given = {"data": data, "port": 0, "database_url": database_url, "anthropic_base_url": models.base_url, **flags}
+    line = CuttingLine(models.base_url)
+    await line.start()
+    provider_url = line.base_url if cutting else models.base_url
+    given = {"data": data, "port": 0, "database_url": database_url, "anthropic_base_url": provider_url, **flags}
     try:
         async with bootstrap.open_server(settings.load(given, {}), api=True, worker=True) as server:
             assert server.url is not None
@@ -346,6 +353,7 @@ async def open_site(
             async with httpx2.AsyncClient(base_url=server.url, headers=headers, timeout=60, limits=limits) as http:
                 yield Site(server, models, http, data, environment)
     finally:
+        await line.close()
         await models.close()
 
 

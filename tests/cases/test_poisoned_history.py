@@ -3,7 +3,7 @@
 import pytest
 from tests.cases.driving import INTERRUPT, TOOLSET, Site, history, message, results_in, text_of
 
-from perdure.testing.model_server import Call, Gate, Opaque, Reply, Text, Thinking
+from perdure.testing.model_server import Call, Gate, Reply, Text, Thinking
 
 STUB_TOOLS = True
 
@@ -147,7 +147,7 @@ async def test_a_user_who_says_nothing(site: Site, text: str) -> None:
     """Blank input is refused with its place, and never gets into a history."""
     session = await site.open()
     error = await session.refuse("invalid_request_error", message(text))
-    assert "events[0].content[0].text" in error["message"]
+    assert "events.0.content.0.text" in error["message"]
     await session.go_on(idles=1)
 
 
@@ -225,15 +225,3 @@ async def test_one_call_id_twice_in_one_reply(site: Site) -> None:
     assert all(text_of(r).removeprefix("done: ") in key for key, r in results.items())
     await session.go_on(idles=2)
     assert (site.tools.executions("twice-a"), site.tools.executions("twice-b")) == (1, 1)
-
-
-@pytest.mark.case("B004")
-async def test_a_block_of_an_unknown_kind_alone(site: Site) -> None:
-    """A reply whose only block is of a kind that is not known here is kept for the provider and shows nothing."""
-    session = await site.open()
-    opaque = Opaque({"type": "container_upload", "file_id": "file_1"})
-    site.script(Reply(opaque))
-    await session.send(message("something new"))
-    assert await session.idle(1) == "end_turn"
-    assert await session.texts() == []
-    await session.go_on(idles=2)

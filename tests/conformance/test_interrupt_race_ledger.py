@@ -54,7 +54,6 @@ class Race:
         self.thread_id = primary_thread(self.session_id)
         self.worker_id = UUID(int=self.random.getrandbits(128))
         self.steps = steps
-        self.interrupted = asyncio.Event()
 
     async def run(self) -> str:
         """How the interrupt ended, judged by the whole feed."""
@@ -104,10 +103,10 @@ class Race:
             )
         )
         assert not isinstance(accepted, Refused), accepted
-        self.interrupted.set()
 
     async def _work(self) -> None:
         """What the engine does: claim, perform, report, and stop what it is told to stop."""
+        await self._give_way(self.steps)
         answered = await self._advance()
         flying: list[Step] = []
         while not isinstance(answered, (Idle, Fenced)):

@@ -124,7 +124,7 @@ class World:
             database_url=self.database_url,
             provider_url=self.provider.base_url,
             crash_at=crash_at,
-            **settings,
+            settings=settings,
         )
         self.children.append(child)
         return child
@@ -134,6 +134,22 @@ class World:
         self.server = await self.child(verb, crash_at=crash_at, **settings).start()
         self.back.set()
         return self.server
+
+    async def terminate(self) -> int:
+        """SIGTERM for the server; its exit code."""
+        assert self.server is not None
+        self.gone()
+        return await self.server.terminate()
+
+    def token_of(self, session: str) -> str:
+        """The name of a session's workspace."""
+        return ids.token(uuid_of(session))
+
+    async def answered(self, *names: str) -> None:
+        """Wait until the provider is through with its first answer to each of these plans."""
+        for request in list(self.provider.server.requests[self.first_request :]):
+            if plan_of(request.body)[1] in names:
+                await request.ended.wait(DEADLINE_S)
 
     def gone(self) -> None:
         """There is no server: clients wait."""
@@ -265,15 +281,19 @@ class World:
 
     async def recovered(self, name: str, killed: set[tuple[UUID, int]], since: float) -> float:
         """Wait until each of these turns goes on under another attempt, or ended; how long that took."""
+        return await self.taken_over(name, killed, since, RECOVERY_S_MAX)
+
+    async def taken_over(self, name: str, held: set[tuple[UUID, int]], since: float, most_s: float) -> float:
+        """`recovered`, with a bound of its own."""
 
         async def go_on() -> bool:
-            return not killed & await self.active_turns()
+            return not held & await self.active_turns()
 
         await until(go_on, DEADLINE_S)
         took_s = time.monotonic() - since
-        if killed:
+        if held:
             self.recoveries_s[name] = max(took_s, self.recoveries_s.get(name, 0.0))
-            assert took_s < RECOVERY_S_MAX, f"{name}: killed turns went on only after {took_s:.1f} s"
+            assert took_s < most_s, f"{name}: turns went on only after {took_s:.1f} s"
         return took_s
 
     async def check(self, *, everything: bool = True) -> None:

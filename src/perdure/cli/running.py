@@ -96,14 +96,15 @@ def _own_server(settings: Settings, screen: TextScreen, *, port_given: bool) -> 
 
 @contextlib.contextmanager
 def _on_termination() -> Generator[None]:
-    """SIGTERM leaves like Ctrl-D does: what was started is stopped in order."""
+    """SIGTERM, and a terminal that is closed, leave like Ctrl-D does: what was started is stopped in order."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         del number, frame
         raise Left
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

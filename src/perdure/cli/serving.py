@@ -53,7 +53,9 @@ class _Process:
         """Start, wait for the end, drain."""
         self._task = asyncio.current_task()
         loop = asyncio.get_running_loop()
-        for number in SIGNALS:
+        # Under nohup a closed terminal is to be ignored.
+        is_tied = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        for number in (*SIGNALS, signal.SIGHUP) if is_tied else SIGNALS:
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         try:
             return await self._serve()

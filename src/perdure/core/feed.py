@@ -19,7 +19,10 @@ from perdure.ports.ledger import Committed, SeenEvent
 
 BACKLOG_ROWS_MAX: Final = 256
 BACKLOG_BYTES_MAX: Final = 1024 * 1024
-"""How far a reader may fall behind before it is cut off; it resumes from its last id."""
+"""How far a reader may fall behind and be fed from memory. Beyond it, it reads the ledger; one commit alone can take it there."""
+
+CATCH_UP_S: Final = 5.0
+"""A reader that was fed from the ledger for so long, while more was committed, is too slow: it is cut off, and resumes by its last id."""
 
 READ_ROWS: Final = 200
 RECHECK_S: Final = 2.0
@@ -76,6 +79,8 @@ class Subscription:
         self._started: set[UUID] = set()
         self._ended = False
         self._reading = False
+        self._behind_s: float | None = None
+        """Since when it reads the ledger because it fell behind."""
 
     async def next(self, timeout_s: float) -> FeedItem | None:
         """The next item, or None when nothing came in time. After `Gone` or `CutOff` the reader is done."""
@@ -108,6 +113,8 @@ class Subscription:
         for seen in rows:
             self._last_seq = seen.event.seq
             self._items.append((Row(seen), 0))
+        if self._last_seq >= self._feed.head:
+            self._behind_s = None
 
     def close(self) -> None:
         """Stop reading. Repeatable."""
@@ -117,6 +124,12 @@ class Subscription:
     def take(self, seen: SeenEvent, size: int) -> None:
         """Called by the feed with each row in order."""
         if self._ended or self._reading or seen.event.seq != self._last_seq + 1:
+            self._check_pace()
+            self._ready.set()
+            return
+        if self._is_full(size):
+            # Not cut off: whoever commits this much at once would cut off every reader, however quick.
+            self._behind_s = asyncio.get_running_loop().time()
             self._ready.set()
             return
         self._last_seq = seen.event.seq
@@ -124,15 +137,20 @@ class Subscription:
             self._started.discard(seen.event.item_id)
         self._push(Row(seen), size)
 
+    def _check_pace(self) -> None:
+        if self._behind_s is not None and asyncio.get_running_loop().time() - self._behind_s > CATCH_UP_S:
+            self.end(CutOff())
+
     def take_preview(self, preview: Preview) -> None:
-        """Called by the feed with each preview. A delta whose start this reader missed is not shown."""
-        if self._ended or not self._previews:
+        """Called by the feed with each preview. A reader that is behind misses it, and a delta whose start was missed is not shown."""
+        size = len(preview.text) if isinstance(preview, PreviewDelta) else 0
+        if self._ended or not self._previews or self._last_seq < self._feed.head or self._is_full(size):
             return
         if isinstance(preview, PreviewStarted):
             self._started.add(preview.item_id)
         elif preview.item_id not in self._started:
             return
-        self._push(preview, len(preview.text) if isinstance(preview, PreviewDelta) else 0)
+        self._push(preview, size)
 
     def end(self, item: Gone | CutOff) -> None:
         """Called by the feed: say why, and nothing more."""
@@ -145,10 +163,10 @@ class Subscription:
         self._items.append((item, 0))
         self._ready.set()
 
+    def _is_full(self, size: int) -> bool:
+        return len(self._items) >= BACKLOG_ROWS_MAX or (self._bytes + size > BACKLOG_BYTES_MAX and bool(self._items))
+
     def _push(self, item: FeedItem, size: int) -> None:
-        if len(self._items) >= BACKLOG_ROWS_MAX or (self._bytes + size > BACKLOG_BYTES_MAX and self._items):
-            self.end(CutOff())
-            return
         self._items.append((item, size))
         self._bytes += size
         self._ready.set()

@@ -263,7 +263,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS_MAX, CPU_SECONDS_MAX))
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES_MAX, ADDRESS_SPACE_BYTES_MAX))
     result = answer(json.load(sys.stdin))
-    json.dump(result, sys.stdout)
+    # A name that is no UTF-8 has lone surrogates, which strict readers of JSON refuse.
+    whole = {k: v.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for k, v in result.items()}
+    json.dump(whole, sys.stdout)
 
 
 if __name__ == "__main__":

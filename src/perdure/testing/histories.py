@@ -4,6 +4,7 @@ A history is a list of integers: each one seeds the choice of the next move, giv
 some of its integers is a history again, which is what makes failures shrink.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import count
 from random import Random
@@ -114,6 +115,7 @@ class History:
         self.seats: list[Seat] = []
         self._stale: list[tuple[Seat, Step, Lease]] = []
         self._recent: list[Command] = []
+        self._uses: Counter[int] = Counter()
         self._salt = self.workspace.int
 
     def _fresh(self, rng: Random) -> UUID:
@@ -122,8 +124,9 @@ class History:
     # ---------------------------------------------------------------------------------------------------------- choosing
 
     def choose(self, seed: int) -> Move:
-        """The next move."""
-        rng = Random(seed)
+        """The next move. An integer that comes again makes other ids."""
+        self._uses[seed] += 1
+        rng = Random(seed ^ (self._uses[seed] - 1) << STEP_BITS)
         while len(self.seats) < self.shape.workers_count:
             self.seats.append(Seat(self._fresh(rng)))
         buried = rng.choice(self.seats) if rng.random() < 0.03 else None

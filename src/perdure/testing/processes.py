@@ -154,7 +154,7 @@ class Child:
         provider_url: str,
         crash_at: str = "",
         port: int = 0,
-        **settings: str,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         """`settings` become `PERDURE_*` of its environment; `crash_at` arms crash points, see `perdure.crashpoint`."""
         self.verb = verb
@@ -169,7 +169,7 @@ class Child:
             "PERDURE_ANTHROPIC_BASE_URL": provider_url,
             "ANTHROPIC_API_KEY": "test-key",
             "PERDURE_CRASH_AT": crash_at,
-            **{f"PERDURE_{name.upper()}": value for name, value in settings.items()},
+            **{f"PERDURE_{name.upper()}": value for name, value in (settings or {}).items()},
         }
         self._process: asyncio.subprocess.Process | None = None
         self._caller: Caller | None = None

@@ -130,8 +130,15 @@ class Told:
         return (await self.send(INTERRUPT))[0]
 
     async def events(self, **query: Any) -> list[Json]:
-        """The whole list, as it is on the wire."""
-        return (await self.served.ok("GET", f"{self.path}/events", params=query))["data"]
+        """The whole list, page by page, as it is on the wire."""
+        found: list[Json] = []
+        page: dict[str, str] = {}
+        while True:
+            answer = await self.served.ok("GET", f"{self.path}/events", params=query | page)
+            found += answer["data"]
+            if answer["next_page"] is None:
+                return found
+            page = {"page": str(answer["next_page"])}
 
     async def trail(self) -> Trail:
         """The whole list in short."""

@@ -263,7 +263,7 @@ class SimWorker:
             kept, self._kept = self._kept, []
             for act in kept:
                 act()
-            if lapses:
+            if lapses and life == self.life:
                 self.after(self.world.rng.randrange(1, 900), self.rejoin)
 
         self.world.after(for_ms, thaw)

@@ -11,6 +11,9 @@ Model: TypeAlias = Any
 EXTENSIONS: Final = {"session.error": frozenset({"flushed_event_ids"})}
 """Fields that this server adds, and its documentation names (MA-B4.4)."""
 
+OPAQUE: Final = frozenset({"input", "input_schema", "metadata"})
+"""What clients and models fill as they like."""
+
 _UNIONS: Final = ("BetaManagedAgentsStreamSessionEvents", "BetaManagedAgentsSessionEvent")
 
 
@@ -72,7 +75,7 @@ class WireCheck:
         faults = [f"{path}.{name}: not a field of {model.__name__}" for name in value if name not in names]
         faults += [f"{path}.{n}: missing" for n, f in names.items() if f.is_required() and n not in value]
         for name, field in names.items():
-            if name in value:
+            if name in value and name not in OPAQUE:
                 faults += self._field(field.annotation, value[name], f"{path}.{name}")
         return faults
 

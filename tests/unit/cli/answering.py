@@ -37,6 +37,7 @@ class Answering:
     resumed_from: list[str | None] = field(default_factory=list[str | None])
     changed: threading.Condition = field(default_factory=threading.Condition)
     streams: int = 0
+    """Open ones."""
     cuts: int = 0
     """How often all open streams were cut."""
     stopping: bool = False
@@ -49,10 +50,11 @@ class Answering:
             self.changed.notify_all()
 
     def cut(self) -> None:
-        """Break every open stream behind what was published."""
+        """Break every open stream behind what was published so far."""
         with self.changed:
             self.cuts += 1
             self.changed.notify_all()
+            assert self.changed.wait_for(lambda: self.streams == 0, WAIT_S)
 
     def persisted(self) -> list[Json]:
         """What a list shows."""
@@ -164,16 +166,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, state: Answering) -> None:
         after = self.headers.get("last-event-id")
         state.resumed_from.append(after)
-        self.send_response(200)
-        self.send_header("content-type", "text/event-stream")
-        self.send_header("connection", "close")
-        self.end_headers()
-        self.close_connection = True
+        # The place comes before the headers: what is published once they are read is on the stream.
         with state.changed:
             place = len(state.frames) if after is None else int(after.partition(".")[0]) - 1
             cuts = state.cuts
             state.streams += 1
             state.changed.notify_all()
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.send_header("connection", "close")
+        self.end_headers()
+        self.close_connection = True
         self._write(b": open\n\n")
         while True:
             with state.changed:
@@ -186,6 +189,9 @@ class _Handler(BaseHTTPRequestHandler):
                 cursor = "" if frame["type"] in PREVIEWS else f"id: {place + 1}.0\n"
                 self._write(f"event: {frame['type']}\n{cursor}data: {json.dumps(frame)}\n\n".encode())
             if is_over:
+                with state.changed:
+                    state.streams -= 1
+                    state.changed.notify_all()
                 return
 
     def _write(self, data: bytes) -> None:
