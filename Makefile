@@ -28,7 +28,7 @@ run: $(STAMP) ## start everything embedded and chat; MSG="..." sends one message
 ifeq ($(strip $(MSG)),)
 	$(RUN)/perdure run
 else
-	@$(RUN)/perdure run "$(MSG)"
+	@$(RUN)/perdure run -- "$(MSG)"
 endif
 
 test: $(STAMP) ## the whole suite

@@ -41,6 +41,7 @@ def _order(url: str, key: str, sessions: list[str], size: Size, *, read_back: bo
         clients=1,
         posts_max=size.latency_posts,
         seconds_max=30.0,
+        warm_s=0.05,
         read_back=read_back,
     )
 

@@ -11,6 +11,7 @@ from bench.run import Bench, Size, admitting
 FLOOR_CLIENTS = 64
 TARGETS = {64: 1.2, 256: 1.5}
 CONNECTIONS_MAX = 4
+PROCESSORS = ("server_cpu_us", "postgres_cpu_us", "client_cpu_us")
 
 CONNECTIONS_SQL = """
 select count(*) from pg_stat_activity where backend_type = 'client backend' and application_name like 'perdure-%'"""
@@ -39,6 +40,16 @@ def measure(size: Size) -> list[Figure]:
     figures.append(
         Figure(bench="B2", name="PostgreSQL connections", value=connections, target=CONNECTIONS_MAX, sense="at most")
     )
+    parts = [f"{statistics.median(p.notes[k] for p in every):.0f} us {k[:-7]}" for k in PROCESSORS]
+    figures.append(
+        Figure(
+            bench="B2",
+            name="processor time a message",
+            value=sum(statistics.median(p.notes[k] for p in every) for k in PROCESSORS),
+            unit="us",
+            detail=f"{', '.join(parts)}, in all runs; what a core is busy with nobody else gets",
+        )
+    )
     lost = sum(p.notes["lost"] for p in every)
     acked = sum(p.notes["acked"] for p in every)
     refused = sum(p.notes["refused"] for p in every)
@@ -62,6 +73,8 @@ def _round(bench: Bench, size: Size) -> dict[int, Pair]:
             notes={
                 "p50_ms": loaded.p50_ms,
                 "p99_ms": loaded.p99_ms,
+                "server_cpu_us": loaded.server_cpu_us,
+                "postgres_cpu_us": loaded.postgres_cpu_us,
                 "client_cpu_us": loaded.client_cpu_us,
                 "acked": loaded.acked,
                 "refused": loaded.refused,
@@ -90,6 +103,7 @@ def admit(bench: Bench, clients: int, size: Size) -> tuple[load.Loaded, int]:
             sessions=sessions,
             clients=clients,
             seconds_max=size.slice_s,
+            watched=bench.watched,
         )
     )
     timer.join()

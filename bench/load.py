@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, cast
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ import msgspec
 
 from bench.api import VERSION_HEADERS, Api
 from bench.pairs import percentile
+from bench.subject import processor_s
 
 THINK_S: Final = (0.001, 0.005)
 TEXT_CHARS: Final = 200
@@ -30,6 +32,13 @@ SESSION_POSTS_MAX: Final = 900
 
 LOST_S: Final = 20.0
 """An answer that takes this long never comes."""
+
+
+class Watched(msgspec.Struct):
+    """A server of this machine."""
+
+    pid: int
+    data: str
 
 
 class Order(msgspec.Struct, kw_only=True):
@@ -46,6 +55,8 @@ class Order(msgspec.Struct, kw_only=True):
     warm_s: float = 0.3
     """Not counted: connections are made and statements prepared in it."""
     read_back: bool = True
+    watched: Watched | None = None
+    """Whose processor time is noted."""
 
 
 class Loaded(msgspec.Struct, kw_only=True):
@@ -60,6 +71,8 @@ class Loaded(msgspec.Struct, kw_only=True):
     p99_ms: float
     client_cpu_us: float
     """Of this process, for each request."""
+    server_cpu_us: float = 0
+    postgres_cpu_us: float = 0
     lost: int = 0
     """Acknowledged, and not in the list."""
     doubled: int = 0
@@ -233,14 +246,21 @@ async def _load(order: Order) -> tuple[Loaded, list[Ack]]:
     for number in range(order.clients):
         _, client = await loop.create_connection(lambda n=number: Client(plan, n, host), parts.hostname, parts.port)
         clients.append(client)
-    cpu_s = time.process_time()
+    before = _processors_s(order.watched)
     await asyncio.wait([c.done for c in clients], timeout=order.warm_s + order.seconds_max + LOST_S)
-    cpu_s = time.process_time() - cpu_s
+    after = _processors_s(order.watched)
     ends_s = min(plan.ends_s, plan.first_stop_s or plan.ends_s)
-    return summarise(plan.acks, counted=(began_s + order.warm_s, ends_s), cpu_s=cpu_s), plan.acks
+    spent = tuple(b - a for a, b in zip(before, after, strict=True))
+    return summarise(plan.acks, counted=(began_s + order.warm_s, ends_s), spent=spent), plan.acks
 
 
-def summarise(acks: Sequence[Ack], *, counted: tuple[float, float], cpu_s: float) -> Loaded:
+def _processors_s(watched: Watched | None) -> tuple[float, float, float]:
+    """Processor time so far: ours, the server's, PostgreSQL's."""
+    server_s, postgres_s = (0.0, 0.0) if watched is None else processor_s(watched.pid, Path(watched.data))
+    return time.process_time(), server_s, postgres_s
+
+
+def summarise(acks: Sequence[Ack], *, counted: tuple[float, float], spent: Sequence[float]) -> Loaded:
     """The figures of a run."""
     good = [a for a in acks if 200 <= a.status < 300]
     timed = [a for a in good if counted[0] <= a.got_s < counted[1]]
@@ -254,7 +274,9 @@ def summarise(acks: Sequence[Ack], *, counted: tuple[float, float], cpu_s: float
         per_s=len(timed) / (counted[1] - counted[0]),
         p50_ms=percentile(took_ms, 0.5),
         p99_ms=percentile(took_ms, 0.99),
-        client_cpu_us=cpu_s / max(1, len(acks)) * 1e6,
+        client_cpu_us=spent[0] / len(acks) * 1e6,
+        server_cpu_us=spent[1] / len(acks) * 1e6,
+        postgres_cpu_us=spent[2] / len(acks) * 1e6,
     )
 
 

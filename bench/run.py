@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from bench import floor, subject
+from bench import floor, load, subject
 from bench.api import Api
 from bench.pairs import PAIRS_MIN
 
@@ -31,7 +31,7 @@ class Size:
 
 
 FULL: Final = Size(pairs=PAIRS_MIN, slice_s=3.0, latency_posts=250, messages=10_000, turns=50, starts=5, kills=20)
-QUICK: Final = Size(pairs=1, slice_s=1.0, latency_posts=40, messages=600, turns=5, starts=1, kills=1)
+QUICK: Final = Size(pairs=1, slice_s=1.0, latency_posts=40, messages=3_000, turns=5, starts=1, kills=1)
 """A smoke: shows that it runs; its figures say nothing."""
 
 
@@ -46,6 +46,11 @@ class Bench:
     def sessions(self, count: int) -> list[str]:
         """New ones."""
         return self.api.make_sessions(self.parts, count)
+
+    @property
+    def watched(self) -> load.Watched:
+        """Whose processor time a load is to note."""
+        return load.Watched(pid=self.subject.pid, data=str(self.subject.data))
 
     def disk_ms(self) -> float:
         """The raw write, now."""

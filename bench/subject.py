@@ -5,7 +5,7 @@ makes it write where its time went; the figures of such a run are not to be repo
 """
 
 import asyncio
-import cProfile
+import contextlib
 import json
 import os
 import random
@@ -21,6 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
+
+from bench.sampler import Sampler
 
 PORTS: Final = range(20_000, 32_000)
 """Below the range that outgoing connections take theirs from: a listener there meets them sooner or later."""
@@ -127,6 +131,18 @@ def running(*, worker: bool, settings: Mapping[str, Any] | None = None) -> Gener
             asyncio.run(postgres.stop())
 
 
+def processor_s(pid: int, data: Path) -> tuple[float, float]:
+    """Processor time spent so far by a server, and by the PostgreSQL of its data directory."""
+    own = psutil.Process(pid).cpu_times()
+    postmaster = psutil.Process(int((data / "pg" / "postmaster.pid").read_text().split()[0]))
+    total = 0.0
+    for process in (postmaster, *postmaster.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return own.user + own.system, total
+
+
 # ------------------------------------------------------------------------------------------------------------- process
 
 
@@ -146,15 +162,14 @@ def main() -> None:
     """Serve until told to stop."""
     import uvloop
 
-    profile = cProfile.Profile() if os.environ.get(PROFILE) else None
-    if profile is not None:
-        profile.enable()
+    sampler = Sampler() if os.environ.get(PROFILE) else None
+    if sampler is not None:
+        sampler.start()
     try:
         uvloop.run(_serve(json.loads(sys.argv[1])))
     finally:
-        if profile is not None:
-            profile.disable()
-            profile.dump_stats(os.environ[PROFILE])
+        if sampler is not None:
+            sampler.write(Path(os.environ[PROFILE]))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -161,7 +162,7 @@ async def open_server(
     settings: Settings, *, api: bool, worker: bool, on_ready: Callable[[], None] | None = None
 ) -> AsyncGenerator[Server]:
     """Run the parts of a process that `api` and `worker` ask for, until the context ends."""
-    telemetry.configure(json=settings.log_json)
+    telemetry.configure(json=settings.log_json, level=getattr(logging, settings.log_level.upper()))
     models = Router(
         RouterSettings(anthropic_api_key=settings.anthropic_api_key, anthropic_base_url=settings.anthropic_base_url)
     )

@@ -73,6 +73,8 @@ class Comparison:
         for command, wanted, given in pairs:
             if comparable_answer(wanted) != comparable_answer(given):
                 raise Failed(f"the oracle answers {wanted}\nPostgreSQL answers {given}\nto {command}")
+        if self.side.claims != self.play.claims:
+            raise Failed(f"the oracle claims {self.play.claims}\nPostgreSQL claims {self.side.claims}")
         touched = {c.session_id for c in (*move.commands, *((move.between,) if move.between else ()))}
         await self._compare_rows(f"after {[type(c).__name__ for c in move.commands]}", touched)
         self.play.learn(move, expected_between, expected)

@@ -10,7 +10,7 @@ import asyncpg
 import msgspec
 
 from perdure.core.facts import Row
-from perdure.ports.ledger import Accepted, Command, Result, Wake
+from perdure.ports.ledger import Accepted, Command, Committed, Perform, Result, Wake
 from perdure.postgres.ledger import PostgresLedger
 from perdure.postgres.pool import ReadPool, connect
 from perdure.postgres.tables import CHILDREN, SESSION, read_row
@@ -88,10 +88,14 @@ class PostgresSide:
         self.clock = clock
         self.pool = ReadPool(url)
         self.trouble = Trouble(self)
-        self.ledger = PostgresLedger(url, self.pool, now=self._now)
-        self.other = PostgresLedger(url, self.pool, now=self._now)
+        self.claims: dict[UUID, Perform] = {}
+        self.ledger = PostgresLedger(url, self.pool, on_commit=self._heard, now=self._now)
+        self.other = PostgresLedger(url, self.pool, on_commit=self._heard, now=self._now)
         for writer in (*self.ledger._writers, self.ledger._creator):
             writer._connect = self._dial
+
+    def _heard(self, committed: Committed) -> None:
+        self.claims |= dict(committed.claimed)
 
     def _now(self) -> Any:
         return self.clock.now
@@ -124,6 +128,7 @@ class PostgresSide:
 
     async def play(self, move: Move) -> tuple[bool, Result | None, list[Result]]:
         """The batch at once, through the writers. Also says whether `between` came before it."""
+        self.claims.clear()
         self.trouble.between, self.trouble.answered = move.between, None
         self.trouble.misses, self.trouble.fault = move.misses, move.fault
         async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:

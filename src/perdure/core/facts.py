@@ -108,10 +108,11 @@ def needs_of(command: Command) -> Needs:
             return Needs(heads_max=WAITING_HEADS_MAX, digests=_digests(command.submission))
         case Accept():
             refs = tuple(a.action_id for a in command.arrivals if a.action_id is not None)
-            stops = command.claim_by is not None or any(a.kind == "interrupt" for a in command.arrivals)
-            return Needs(
-                heads_max=WAITING_HEADS_MAX if stops else 0, actions=refs, digests=_digests(command.submission)
-            )
+            heads_max = WAITING_HEADS_MAX if any(a.kind == "interrupt" for a in command.arrivals) else 0
+            if command.claim_by is not None:
+                # What goes on at once may end by an error, which drops all that waits.
+                heads_max = WAITING_COUNT_MAX
+            return Needs(heads_max=heads_max, actions=refs, digests=_digests(command.submission))
         case Advance():
             # Any of them may end a turn by an error, which drops all that waits.
             return Needs(heads_max=WAITING_COUNT_MAX)

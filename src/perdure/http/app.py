@@ -21,6 +21,7 @@ from perdure.domain.errors import Refused, Unavailable
 from perdure.domain.submission import SubmissionKey
 from perdure.http import admin, responses
 from perdure.http.asgi import (
+    ABORT,
     BODY_SILENCE_S,
     AsgiStream,
     Receive,
@@ -314,7 +315,7 @@ class App:
         """Run a stream until its handler is done, the client goes, the key is revoked, or the process stops."""
         if self._stopping:
             raise Unavailable
-        stream = AsgiStream(exchange.send, exchange.request_id)
+        stream = AsgiStream(exchange.send, exchange.request_id, abort=exchange.scope.get(ABORT))
         handle = OpenStream()
         async with asyncio.TaskGroup() as group:
             watcher = group.create_task(self._watch_peer(exchange.receive, stream, handle))

@@ -24,6 +24,9 @@ BODY_DEADLINE_S: Final = 120.0
 WRITE_DEADLINE_S: Final = 10.0
 """A reader that takes nothing for so long has lost its stream and resumes it: keepalives come more often than this is long."""
 
+ABORT: Final = "perdure.abort"
+"""In the scope of a request: ends its connection at once, whatever its peer has not read."""
+
 QUERY_FIELDS_MAX: Final = 1_000
 """Far above the longest list of a filter; bounds the work before a key is checked."""
 
@@ -101,8 +104,16 @@ async def send_response(send: Send, response: Response, request_id: str) -> None
 class AsgiStream:
     """An answer written piece by piece (`requests.SendStream`)."""
 
-    def __init__(self, send: Send, request_id: str, *, write_deadline_s: float = WRITE_DEADLINE_S) -> None:
+    def __init__(
+        self,
+        send: Send,
+        request_id: str,
+        *,
+        abort: Callable[[], None] | None = None,
+        write_deadline_s: float = WRITE_DEADLINE_S,
+    ) -> None:
         self._send = send
+        self._abort = abort
         self._request_id = request_id
         self._write_deadline_s = write_deadline_s
         self._gone = asyncio.Event()
@@ -133,6 +144,8 @@ class AsgiStream:
                 await self._send(message)
         except TimeoutError:
             self._gone.set()
+            if self._abort is not None:
+                self._abort()
             raise ConnectionAbortedError(f"the peer took nothing for {self._write_deadline_s:g} s") from None
 
     def lose(self) -> None:

@@ -10,6 +10,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from perdure.http.app import App
+from perdure.http.asgi import ABORT
 
 BACKLOG: Final = 4096
 """Connections that wait for an accept while the process is busy; a burst of agents opens some thousands at once."""
@@ -35,6 +36,11 @@ class _Protocol(HttpToolsProtocol):
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS_MAX)
         super().connection_made(transport)
+
+    def on_message_begin(self) -> None:
+        """Let the application cut a connection: closing one whose peer reads nothing would wait for that peer."""
+        super().on_message_begin()
+        self.scope[ABORT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
 
 
 class _Uvicorn(uvicorn.Server):

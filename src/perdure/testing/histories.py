@@ -29,6 +29,7 @@ from perdure.ports.ledger import (
     ArchiveSession,
     Arrival,
     Command,
+    Committed,
     CreateSession,
     DeleteSession,
     Perform,
@@ -273,6 +274,7 @@ class History:
             arrivals=tuple(arrivals),
             submission=self._key(rng, 0.25),
             authority=self.workspace if rng.random() < 0.5 else None,
+            claim_by=self._living(rng).id if rng.random() < 0.4 else None,
         )
 
     def _update(self, rng: Random) -> UpdateSession:
@@ -385,6 +387,8 @@ class History:
             return None
         if isinstance(command, Advance) and command.lease is None and not self._lives(command.worker_id):
             return None
+        if isinstance(command, Accept) and command.claim_by is not None and not self._lives(command.claim_by):
+            return None
         if isinstance(command, (Accept, CreateSession)) and command.submission is not None:
             attempt = command.submission.attempt + rng.choice((0, 1, 1, 1))
             key = msgspec.structs.replace(command.submission, attempt=attempt)
@@ -424,6 +428,14 @@ class History:
             return
         self._ground(seat, command.thread_id, keep=None)
 
+    def claimed(self, worker_id: UUID, thread_id: UUID, perform: Perform) -> None:
+        """An admission claimed a turn for a worker."""
+        for seat in self.seats:
+            if seat.id == worker_id:
+                self._ground(seat, thread_id, keep=perform.lease)
+                seat.leases[thread_id] = perform.lease
+                seat.flying |= {s.id: s for s in perform.steps}
+
     def _ground(self, seat: Seat, thread_id: UUID, *, keep: Lease | None) -> None:
         """Calls of a lease that is gone are remembered: their results may still come, late."""
         old = seat.leases.get(thread_id)
@@ -456,6 +468,10 @@ class Play:
         self.history = History(self.oracle, shape)
         self.witness = Witness(self.oracle)
         self.moves: list[Move] = []
+        self.claims: dict[UUID, Perform] = {}
+        """What the last batch claimed at admission, by thread."""
+        self._new_claims: dict[UUID, Perform] = {}
+        self.oracle.on_commit = self._heard
 
     def choose(self, seed: int) -> Move:
         """The next move, not yet played."""
@@ -465,15 +481,25 @@ class Play:
 
     def prepare(self, move: Move) -> None:
         """What happens before the batch: time, a death."""
+        self.claims.clear()
         self.oracle.clock.advance(milliseconds=move.pass_ms)
         if move.buried is not None:
             self.oracle.bury(move.buried)
 
+    def _heard(self, committed: Committed) -> None:
+        self.claims |= dict(committed.claimed)
+        self._new_claims = dict(committed.claimed)
+
     def commit(self, command: Command) -> Result:
         """One command; its answer is judged on the spot."""
+        self._new_claims.clear()
         self.witness.before(command)
         result = self.oracle.apply(command)
         self.witness.after(command, result)
+        if isinstance(command, Accept) and command.claim_by is not None:
+            for thread_id, perform in self._new_claims.items():
+                self.witness.claimed(command, perform)
+                self.history.claimed(command.claim_by, thread_id, perform)
         return result
 
     def apply(self, move: Move, *, between_first: bool = True) -> tuple[Result | None, list[Result]]:

@@ -340,7 +340,7 @@ MUTANTS: Final = (
     Mutant("never_charged", "runs with charge 0", ((Draft, "change_turn", _uncharged),)),
     Mutant(
         "acknowledged_before_commit",
-        "the oracle has",
+        "the oracle",
         ((writer.Writer, "_write", _pretend),),
         hunt="postgres",
         budget=2,
@@ -368,7 +368,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "facts_without_claimed_answers",
-        "the oracle has",
+        "the oracle",
         ((writer, "FACTS_SQL", _without(FACTS_SQL, _CLAIMED, "i.state = 'consumed'")),),
         hunt="postgres",
         budget=6,

@@ -1,6 +1,7 @@
 """A TCP proxy on loopback between a client and a server, that can lose answers, stall and hang up."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Final
 from urllib.parse import urlsplit
@@ -29,10 +30,12 @@ class _Pipe:
 class Proxy:
     """Forwards every byte, until told otherwise. Use as an async context manager."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, *, buffer_bytes: int | None = None) -> None:
+        """`buffer_bytes` bounds what the kernel takes from the server on our behalf: else it is tens of megabytes."""
         parts = urlsplit(target)
         assert parts.hostname is not None and parts.port is not None
         self._target = (parts.hostname, parts.port)
+        self._buffer_bytes = buffer_bytes
         self._server: asyncio.Server | None = None
         self._pipes: set[_Pipe] = set()
         self._running: set[asyncio.Task[None]] = set()
@@ -83,7 +86,7 @@ class Proxy:
         self._running.add(task)
         self.connections += 1
         try:
-            server_reader, server_writer = await asyncio.open_connection(*self._target)
+            server_reader, server_writer = await self._connect()
             pipe = _Pipe(writer, server_writer, reader)
             self._pipes.add(pipe)
             try:
@@ -95,6 +98,16 @@ class Proxy:
             writer.transport.abort()
         finally:
             self._running.discard(task)
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._buffer_bytes is None:
+            return await asyncio.open_connection(*self._target)
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # Before it connects: the window is announced then.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._buffer_bytes)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, self._target)
+        return await asyncio.open_connection(sock=connection)
 
     async def _forward(self, pipe: _Pipe, server_reader: asyncio.StreamReader) -> None:
         """Both directions, until one of them ends."""

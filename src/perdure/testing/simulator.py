@@ -84,6 +84,8 @@ class World:
         self.witness = Witness(self.oracle)
         self.now_ms = 0
         self.workspace = self.fresh()
+        self.claimed: list[tuple[UUID, UUID, Perform]] = []
+        """What the last commit claimed at admission."""
         self.effects: Counter[tuple[UUID, int, int]] = Counter()
         self.commits = 0
         self._order = count()
@@ -141,6 +143,7 @@ class World:
                 self._hint(worker, delay_ms, committed.session_id, thread_id)
             for thread_id in committed.stopped:
                 self._hint(worker, 0, committed.session_id, thread_id)
+        self.claimed = [(committed.session_id, t, p) for t, p in committed.claimed]
 
     def _hint(self, worker: "SimWorker", delay_ms: int, session_id: UUID, thread_id: UUID) -> None:
         if self.rng.random() < self.odds.lost_hint:
@@ -225,6 +228,15 @@ class SimWorker:
             return
         self.runners[thread_id] = SimRunner(self, session_id, thread_id)
         self.runners[thread_id].look(None)
+
+    def offer(self, thread_id: UUID) -> UUID | None:
+        """A place for the turn that an admission may start."""
+        return self.id if self.alive and not self.frozen and self.safe and thread_id not in self.runners else None
+
+    def take(self, session_id: UUID, thread_id: UUID, claimed: Perform) -> None:
+        """Run a turn that an admission claimed for this worker."""
+        runner = self.runners[thread_id] = SimRunner(self, session_id, thread_id)
+        runner.obey(claimed)
 
     def die(self) -> None:
         """SIGKILL. Another process takes the place a little later."""
@@ -333,13 +345,14 @@ class SimRunner:
         elif dice < odds.crash_before + odds.crash_after + odds.lost_answer:
             self._later(200, lambda: self._send(command))
         else:
-            self._obey(answer)
+            self.obey(answer)
 
     def _later(self, delay_ms: int, action: Callable[[], None]) -> None:
         """Only while this runner still is the one of its thread."""
         self.worker.after(delay_ms, lambda: action() if self.worker.runners.get(self.thread_id) is self else None)
 
-    def _obey(self, answer: Result) -> None:
+    def obey(self, answer: Result) -> None:
+        """Do what an answer says."""
         self.asking = False
         if not isinstance(answer, (Perform, Working)):
             self._end()
@@ -494,15 +507,32 @@ class SimClient:
         """Sent once, and again when the answer was lost, under the same key."""
         digest = self.world.fresh().bytes
         key = SubmissionKey(digest=digest, body_digest=digest, explicit=True, attempt=0, process=self.world.workspace)
+        thread_id = ids.primary_thread(self.session_id)
+        server = self.world.rng.choice(self.world.workers)
         command = Accept(
-            session_id=self.session_id, workspace_id=self.world.workspace, arrivals=arrivals, submission=key
+            session_id=self.session_id,
+            workspace_id=self.world.workspace,
+            arrivals=arrivals,
+            submission=key,
+            claim_by=server.offer(thread_id) if self.world.rng.random() < 0.5 else None,
         )
+        self.world.claimed = []
         self.world.commit(command)
+        self._hand_over(server, command)
         if self.world.rng.random() < self.world.odds.lost_answer:
             self.world.after(300, lambda: self._repeat(command))
 
+    def _hand_over(self, server: SimWorker, command: Accept) -> None:
+        """The server that admitted runs what it claimed, unless it dies before it gets there."""
+        for session_id, thread_id, perform in self.world.claimed:
+            self.world.witness.claimed(command, perform)
+            if self.world.rng.random() < self.world.odds.crash_after:
+                server.die()
+                return
+            server.take(session_id, thread_id, perform)
+
     def _repeat(self, command: Accept) -> None:
-        self.world.commit(command)
+        self.world.commit(msgspec.structs.replace(command, claim_by=None))
 
 
 def simulate(seed: int, odds: Odds | None = None) -> World:

@@ -40,11 +40,12 @@ class Witness:
         self._fenced = False
         self._foreign = False
         self._gone = False
-        self._starts: dict[UUID, UUID] = {}
+        self._starts: dict[UUID, str] = {}
         self._tools: dict[tuple[UUID, int, int], UUID] = {}
         self._explicit: dict[bytes, tuple[UUID, ...]] = {}
         self._answers: dict[UUID, Result] = {}
         self._replayed = False
+        self._admissions = 0
 
     def before(self, command: Command) -> None:
         """Look at what is there."""
@@ -94,21 +95,29 @@ class Witness:
         if self._fenced and not isinstance(result, Fenced):
             self._blame(command, result, "a worker that lost its turn is fenced")
         if isinstance(result, Perform):
-            self._started(command, result)
+            self._started(command, str(command.command_id), result)
         if isinstance(result, (Perform, Working)):
-            self._judge_owner(command, result)
+            self._judge_owner(command, command.worker_id, result)
         self._answers[command.command_id] = result
 
-    def _judge_owner(self, command: Advance, result: Perform | Working) -> None:
+    def claimed(self, command: Accept, result: Perform) -> None:
+        """Judge what an admission handed out."""
+        assert command.claim_by is not None
+        # No command hands out what an admission did, not even a repeat of it.
+        self._admissions += 1
+        self._started(command, f"admission {self._admissions}", result)
+        self._judge_owner(command, command.claim_by, result)
+
+    def _judge_owner(self, command: Command, worker_id: UUID, result: Perform | Working) -> None:
         turn = self._oracle.tables[Turn].get((command.session_id, result.lease.turn_id))
-        if not isinstance(turn, Turn) or turn.worker_id != command.worker_id:
+        if not isinstance(turn, Turn) or turn.worker_id != worker_id:
             self._blame(command, result, "who is told to work owns the turn")
 
-    def _started(self, command: Advance, result: Perform) -> None:
+    def _started(self, command: Command, by: str, result: Perform) -> None:
         """Each call is handed out once; a tool's call is made once in all, unless it is harmless."""
         for step in result.steps:
-            first = self._starts.setdefault(step.id, command.command_id)
-            if first != command.command_id:
+            first = self._starts.setdefault(step.id, by)
+            if first != by:
                 self._blame(command, result, f"step {step.id} is handed out twice")
             if step.kind == "model":
                 faults = check_messages(history_of(self._oracle, command.session_id))
