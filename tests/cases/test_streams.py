@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import httpx2
 import psutil
@@ -98,8 +99,12 @@ async def test_readers_that_keep_the_connection_and_stop_reading(site: Site) -> 
     undisturbed_s = await long_turn(alone, 1)
     session = await site.open(deltas=True)
     arguments = [*map(str, address(site)), raw_request(site, session).decode()]
-    stuck = [await stick(site, session) for _ in range(STUCK)]
-    with subprocess.Popen([sys.executable, "-c", READER, *arguments], stdout=subprocess.PIPE, text=True) as child:
+    with ExitStack() as ends:
+        stuck = [ends.enter_context(await stick(site, session)) for _ in range(STUCK)]
+        child = ends.enter_context(
+            subprocess.Popen([sys.executable, "-c", READER, *arguments], stdout=subprocess.PIPE, text=True)
+        )
+        ends.callback(child.kill)
         assert child.stdout is not None
         assert await asyncio.to_thread(child.stdout.readline) == "reading\n"
         os.kill(child.pid, signal.SIGSTOP)
@@ -113,8 +118,6 @@ async def test_readers_that_keep_the_connection_and_stop_reading(site: Site) -> 
         assert await asyncio.to_thread(wait_cut, stuck) == []
         os.kill(child.pid, signal.SIGCONT)
         assert await asyncio.to_thread(child.stdout.read) == "ended\n"
-    for own in stuck:
-        own.close()
     await session.check(idles=1)
     site.check_provider()
     await (await site.open()).go_on(idles=1)

@@ -42,6 +42,15 @@ begin
 end $$;
 create trigger slow before insert on event for each row execute function slow()"""
 
+SLOW_STARTS = """
+create function slow_start() returns trigger language plpgsql as $$
+begin
+    perform pg_sleep(1);
+    return new;
+end $$;
+create trigger slow_start before update on session for each row execute function slow_start()"""
+"""A batch that holds its sessions for a second before anything else of it is done."""
+
 FAILING_WRITES = """
 create function fail() returns trigger language plpgsql as $$
 begin
@@ -295,14 +304,36 @@ async def test_reply_lost_after_the_commit_is_answered_and_not_written_again(
         assert await texts(pool, session) == ["first", text, "next"]
 
 
-async def test_request_that_arrives_after_it_was_given_up_writes_nothing(database_url: str, pool: ReadPool) -> None:
-    """The line breaks with the statement still on its way: it is written by the next try, and what comes late finds that."""
+async def test_reply_lost_in_a_batch_that_has_its_sessions_but_nothing_else_yet_is_not_written_again(
+    database_url: str, pool: ReadPool
+) -> None:
+    """Whoever asks what became of it must wait for it, however early it is."""
+    async with faulty(database_url) as line, open_ledger(line.url) as ledger:
+        session = await make_session(ledger)
+        await ledger.accept(accept(session, "first"))
+        await pool.execute(SLOW_STARTS)
+        line.cut_after(2)
+        assert isinstance(await ledger.accept(accept(session, "second")), Accepted)
+        assert await texts(pool, session) == ["first", "second"]
+
+
+async def test_request_that_arrives_after_it_was_given_up_writes_nothing(
+    database_url: str, pool: ReadPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line breaks with the statement still on its way. It comes in after it was given up, and before it is written again."""
     async with faulty(database_url) as line, open_ledger(line.url) as ledger:
         session = await make_session(ledger)
         await ledger.accept(accept(session, "first"))
         line.cut_after(2, hold=True)
+        settle = writers.Writer._kept  # pyright: ignore[reportPrivateUsage]
+
+        async def settle_then_deliver(*arguments: Any) -> set[UUID]:
+            kept = await settle(*arguments)
+            await line.deliver()
+            return kept
+
+        monkeypatch.setattr(writers.Writer, "_kept", settle_then_deliver)
         assert isinstance(await ledger.accept(accept(session, "second")), Accepted)
-        await line.deliver()
         assert await texts(pool, session) == ["first", "second"]
         assert isinstance(await ledger.accept(accept(session, "third")), Accepted)
         assert await texts(pool, session) == ["first", "second", "third"]

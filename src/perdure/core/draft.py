@@ -183,9 +183,9 @@ class Draft:
         return tuple(sorted(rows, key=lambda i: i.seq))
 
     def unsettled_steps(self, turn_id: UUID) -> tuple[Step, ...]:
-        """Prepared and dispatched steps of a turn, by ordinal."""
+        """Prepared and dispatched steps of a turn, in call order."""
         rows = (s for s in self.steps.values() if s.turn_id == turn_id and s.state in ("prepared", "dispatched"))
-        return tuple(sorted(rows, key=lambda s: (s.ordinal, s.try_no)))
+        return tuple(sorted(rows, key=lambda s: (s.ordinal, s.position, s.try_no)))
 
     def turn_actions(self, turn_id: UUID) -> tuple[Action, ...]:
         """The actions of a turn that are not closed, in call order."""

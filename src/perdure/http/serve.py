@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import struct
 from collections.abc import Generator
 from typing import Final
 
@@ -23,6 +24,8 @@ GRACE_S: Final = 10
 UNACKNOWLEDGED_MS_MAX: Final = 20_000
 """The kernel gives up a peer that acknowledges nothing for this long: a stuck reader must not hold its buffer for a quarter of an hour."""
 
+_NO_LINGER: Final = struct.pack("ii", 1, 0)
+
 START_DEADLINE_S: Final = 10.0
 STOP_MARGIN_S: Final = 2.0
 
@@ -40,7 +43,14 @@ class _Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Let the application cut a connection: closing one whose peer reads nothing would wait for that peer."""
         super().on_message_begin()
-        self.scope[ABORT] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+        self.scope[ABORT] = self._abort  # type: ignore[typeddict-unknown-key]
+
+    def _abort(self) -> None:
+        """Without lingering, or the kernel would go on offering the peer what it does not read."""
+        raw: socket.socket | None = self.transport.get_extra_info("socket")
+        if raw is not None and not self.transport.is_closing():
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        self.transport.abort()
 
 
 class _Uvicorn(uvicorn.Server):
