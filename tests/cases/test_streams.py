@@ -28,9 +28,8 @@ CUT_S = 15.0
 
 READER = """
 import socket, sys
-own = socket.create_connection((sys.argv[1], int(sys.argv[2])))
-own.sendall(sys.argv[3].encode())
-own.recv(1)
+own = socket.socket(fileno=int(sys.argv[1]))
+own.setblocking(True)
 print("reading", flush=True)
 try:
     while own.recv(65536):
@@ -98,11 +97,12 @@ async def test_readers_that_keep_the_connection_and_stop_reading(site: Site) -> 
     alone = await site.open(deltas=True)
     undisturbed_s = await long_turn(alone, 1)
     session = await site.open(deltas=True)
-    arguments = [*map(str, address(site)), raw_request(site, session).decode()]
     with ExitStack() as ends:
         stuck = [ends.enter_context(await stick(site, session)) for _ in range(STUCK)]
+        descriptor = stuck[0].fileno()
+        command = [sys.executable, "-c", READER, str(descriptor)]
         child = ends.enter_context(
-            subprocess.Popen([sys.executable, "-c", READER, *arguments], stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[descriptor], text=True)
         )
         ends.callback(child.kill)
         assert child.stdout is not None

@@ -7,7 +7,7 @@ import anthropic
 import pytest
 from tests.conformance.test_tools import CUSTOM, CUSTOM_USE, TOOL_RESULT, TOOLSET
 
-from perdure.testing.model_server import Call, Opaque, Redacted, Reply, Text, Thinking
+from perdure.testing.model_server import Call, Redacted, Reply, Text, Thinking
 from perdure.testing.serving import Served, message, result, serve
 from perdure.testing.trail import RUNNING, Mark, call, idle, last_idle, only, said, says, statuses_of, trail_of
 
@@ -19,14 +19,11 @@ async def test_a_paused_turn_goes_on_with_another_call(served: Served) -> None:
     told = await served.make_session()
     listed = await told.turn(
         "go",
-        Reply(Text("so far"), Opaque({"type": "server_thing", "data": "x"}), stop_reason="pause_turn"),
+        Reply(Text("so far"), stop_reason="pause_turn"),
         Reply(Text("and done")),
     )
     assert trail_of(listed) == [said("go"), *RUNNING, *call(says("so far")), *call(says("and done")), *idle()]
-    assert told.script.messages()[1]["content"] == [
-        {"type": "text", "text": "so far"},
-        {"type": "server_thing", "data": "x"},
-    ]
+    assert told.script.messages()[1]["content"] == [{"type": "text", "text": "so far"}]
 
 
 @pytest.mark.rule("MA-C6.3", "MA-F13")
@@ -138,14 +135,30 @@ async def test_images_documents_and_search_results_reach_the_model(served: Serve
     listed = await told.until_idle()
     assert listed[0]["content"] == content == echo["content"]
     (use,) = only(listed, CUSTOM_USE)
-    answer = {"type": "user.custom_tool_result", "custom_tool_use_id": use["id"], "is_error": True}
+    answer = {"type": "user.custom_tool_result", "custom_tool_use_id": use["id"]}
     await told.send({**answer, "content": [content[0], content[1], found]})
     listed = await told.until_idle(2)
     assert only(listed, "user.custom_tool_result")[0]["content"] == [content[0], content[1], found]
     first, _, second = told.script.messages()
     assert first["content"] == content
     assert second["content"][0]["content"] == [content[0], content[1], found]
-    assert second["content"][0]["is_error"] is True
+
+
+@pytest.mark.rule("MA-B1.7", "MA-D4.2", "MA-C5.1")
+async def test_a_failed_call_may_give_back_a_picture(served: Served) -> None:
+    """Providers take text alone in a result that is an error; the session must survive what the contract accepts."""
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PIXEL}}
+    told = await served.make_session(Reply(Call("lookup")), Reply(Text("I see.")), tools=[CUSTOM])
+    await told.say("go")
+    (use,) = only(await told.until_idle(), CUSTOM_USE)
+    answer = {"type": "user.custom_tool_result", "custom_tool_use_id": use["id"], "is_error": True}
+    await told.send({**answer, "content": [picture]})
+    listed = await told.until_idle(2)
+    assert only(listed, "user.custom_tool_result")[0]["is_error"] is True
+    assert trail_of(listed)[-3:] == idle()
+    (block,) = told.script.messages()[-1]["content"]
+    assert picture in block["content"]
+    assert "failed" in block["content"][0]["text"]
 
 
 @pytest.mark.rule("MA-B1.7", "MA-D4.2")

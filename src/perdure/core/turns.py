@@ -7,6 +7,7 @@ from uuid import UUID
 import msgspec
 
 from perdure.core.draft import Draft
+from perdure.core.settle import set_phase
 from perdure.domain import ids
 from perdure.domain.barrier import Action
 from perdure.domain.event import InputSnap, ItemSnap, TurnSnap, encode
@@ -23,6 +24,8 @@ def claim(draft: Draft, thread_id: UUID, worker_id: UUID) -> Turn | None:
     decision = decide_claim(draft.waiting(thread_id), turn_active=thread.turn_id is not None)
     if not isinstance(decision, Take):
         return None
+    if draft.session.status != "running":
+        set_phase(draft, thread_id, "active")
     gen = thread.turn_gen + 1
     turn = Turn(
         session_id=draft.session.id,

@@ -17,6 +17,7 @@ AMBIGUOUS_TEXT: Final = (
     "It was not run again; check its effects before you repeat it."
 )
 STOPPED_TEXT: Final = "The user interrupted this call while it ran. Its outcome is unknown; it may have had effects."
+FAILED_TEXT: Final = "This call failed. What it gave back follows."
 UNANSWERED_TEXT: Final = "The user interrupted the turn before this call was answered."
 CONTINUE_TEXT: Final = "Your reply was cut off by its output limit. Go on exactly where it stopped."
 SYSTEM_OPEN: Final = "<system-message>\n"
@@ -119,10 +120,13 @@ def tool_result(call_id: str, content: list[dict[str, Any]], *, is_error: bool) 
     """The body of a `result` entry."""
     block: dict[str, Any] = {"type": "tool_result", "tool_use_id": call_id}
     kept = [b for b in content if not is_blank(b)]
+    if is_error and any(b.get("type") != "text" for b in kept):
+        # A provider takes nothing but text beside `is_error`: a client's picture of a failure must not end its session.
+        kept.insert(0, {"type": "text", "text": FAILED_TEXT})
+    elif is_error:
+        block["is_error"] = True
     if kept:
         block["content"] = kept
-    if is_error:
-        block["is_error"] = True
     return msgspec.json.encode(block)
 
 

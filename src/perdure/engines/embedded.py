@@ -244,7 +244,6 @@ class EmbeddedEngine:
         self._runners: dict[tuple[UUID, UUID], tuple[_Runner, asyncio.Task[None]]] = {}
         self._pending: dict[tuple[UUID, UUID], None] = {}
         self._offered: set[UUID] = set()
-        self._handed: dict[tuple[UUID, UUID], Perform] = {}
         self._timers: dict[tuple[UUID, UUID], asyncio.TimerHandle] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._abandoned: set[asyncio.Task[StepOutcome]] = set()
@@ -279,14 +278,12 @@ class EmbeddedEngine:
         return self.seat.id
 
     def settle(self, session_id: UUID) -> None:
-        """The admission is through; what it claimed came with its commit."""
+        """The admission is through; what it claimed came with its commit. Looks that waited for it may begin."""
         self._offered.discard(session_id)
+        self._fill()
 
     def _take(self, key: tuple[UUID, UUID], claimed: Perform) -> None:
-        """Run a turn that is ours already; behind a runner that is on its way out."""
-        if key in self._runners:
-            self._handed[key] = claimed
-            return
+        """Run a turn that is ours already. No runner can be there: none was at the offer, and `kick` left the thread alone since."""
         runner = _Runner(self, *key, claimed)
         task = asyncio.create_task(self._supervise(runner), name=f"turn-{key[0]}")
         self._runners[key] = (runner, task)
@@ -296,7 +293,7 @@ class EmbeddedEngine:
         key = (session_id, thread_id)
         if self.draining:
             return
-        if self._fenced:
+        if self._fenced or session_id in self._offered:
             self._pending.setdefault(key)
             return
         if key in self._runners:
@@ -347,15 +344,12 @@ class EmbeddedEngine:
             self._kick_in(*key, delay_ms=int(CRASH_PAUSE_S * 1000))
         finally:
             del self._runners[key]
-            handed = self._handed.pop(key, None)
-            if handed is not None and not self._fenced:
-                self._take(key, handed)
             self._fill()
 
     def _fill(self) -> None:
         """Give the freed place to who waits longest."""
         while self._pending and len(self._runners) < self._concurrency and not self.draining and not self._fenced:
-            key = next((k for k in self._pending if k not in self._runners), None)
+            key = next((k for k in self._pending if k not in self._runners and k[0] not in self._offered), None)
             if key is None:
                 return
             del self._pending[key]
