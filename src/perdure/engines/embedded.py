@@ -270,7 +270,9 @@ class EmbeddedEngine:
 
     def offer(self, session_id: UUID) -> UUID | None:
         """A place for the turn that an admission may start, or None when there is none to spare or others wait for it."""
-        busy = len(self._runners) + len(self._offered) >= self._concurrency or bool(self._pending)
+        busy = len(self._runners) + len(self._offered) >= self._concurrency or any(
+            k not in self._runners for k in self._pending
+        )
         known = session_id in self._offered or (session_id, ids.primary_thread(session_id)) in self._runners
         if busy or known or self.draining or self._fenced or not self.seat.may_start():
             return None
