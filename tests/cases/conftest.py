@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.cases.driving import Site, open_site
@@ -31,12 +31,16 @@ async def module_site(
 ) -> AsyncGenerator[Site]:
     """The module's server. `STUB_TOOLS`, `CUTTING_LINE` and `SETTINGS` of the module say what it is like."""
     data: Path = tmp_path_factory.mktemp("cases")
-    flags: dict[str, Any] = getattr(request.module, "SETTINGS", {})
-    environment = StubEnvironment(data / "executions") if getattr(request.module, "STUB_TOOLS", False) else None
+    wishes: dict[str, Any] = vars(cast("object", request.module))  # pyright: ignore[reportUnknownMemberType]
+    environment = StubEnvironment(data / "executions") if wishes.get("STUB_TOOLS") else None
+
+    def stand_in(*_: object, **__: object) -> StubEnvironment | None:
+        return environment
+
     with pytest.MonkeyPatch.context() as patch:
         if environment is not None:
-            patch.setattr(bootstrap, "LocalEnvironment", lambda *_, **__: environment)
-        cutting = getattr(request.module, "CUTTING_LINE", False)
+            patch.setattr(bootstrap, "LocalEnvironment", stand_in)
+        cutting, flags = bool(wishes.get("CUTTING_LINE")), wishes.get("SETTINGS", {})
         async with open_site(module_database_url, data, environment, cutting=cutting, **flags) as site:
             yield site
 

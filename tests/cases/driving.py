@@ -1,4 +1,4 @@
-"""A real server for cases: over HTTP, on a fresh database, against the strict scripted provider; and one session of it, driven and checked."""
+"""A real server for cases, on a fresh database, against the strict scripted provider; and a session of it, driven and checked."""
 
 import asyncio
 import json
@@ -75,9 +75,9 @@ async def read_frames(response: httpx2.Response) -> AsyncGenerator[Frame]:
         buffered += piece
         *whole, buffered = buffered.split(b"\n\n")
         for block in whole:
-            fields = [line.partition(b": ")[::2] for line in block.split(b"\n") if not line.startswith(b":")]
-            assert len({name for name, _ in fields}) == len(fields), f"a field came twice: {block!r}"
-            found = dict(fields)
+            lines = [line.partition(b": ") for line in block.split(b"\n") if not line.startswith(b":")]
+            assert len({name for name, _, _ in lines}) == len(lines), f"a field came twice: {block!r}"
+            found = {name: value for name, _, value in lines}
             if b"data" in found:
                 identity = found.get(b"id")
                 yield Frame(
@@ -228,7 +228,9 @@ class Driven:
 
     # calling
 
-    async def post(self, *events: Json, http: httpx2.AsyncClient | None = None, **headers: str) -> httpx2.Response:
+    async def post(
+        self, *events: Json, http: httpx2.AsyncClient | None = None, headers: dict[str, str] | None = None
+    ) -> httpx2.Response:
         """Send events, whatever the answer."""
         return await (http or self.http).post(self.path + "/events", json={"events": list(events)}, headers=headers)
 
@@ -257,10 +259,10 @@ class Driven:
     async def listed(self, *types: str, **query: str) -> list[Json]:
         """All events, page by page."""
         events: list[Json] = []
-        params: list[tuple[str, str]] = [*query.items(), *(("types[]", t) for t in types)]
+        params: dict[str, str | list[str]] = {**query, "types[]": list(types)} if types else {**query}
         page: str | None = None
         while True:
-            asked = [*params, ("page", page)] if page else params
+            asked = params | {"page": page} if page else params
             answered = await self.http.get(self.path + "/events", params=asked)
             assert answered.status_code == 200, answered.text
             found = answered.json()
@@ -299,9 +301,9 @@ class Driven:
         """Nothing of the session is left open in the ledger."""
         async with connected(self.site.server.database_url) as connection:
             left = {row: await connection.fetch(query, from_wire_id(SESSION, self.id)) for row, query in _OPEN.items()}
-        assert left == dict.fromkeys(_OPEN, [])
+        assert left == {row: [] for row in _OPEN}
 
-    async def go_on(self, *, idles: int, texts: bool = True) -> None:
+    async def go_on(self, *, idles: int) -> None:
         """The session still works: one more turn, answered by one model call, on a history that the provider takes."""
         before = len(self.site.requests)
         self.site.script(Reply(Text("Still here.")))

@@ -180,13 +180,14 @@ async def test_one_client_repeats_its_approval(site: Site) -> None:
     key = {"Idempotency-Key": "approve once"}
     async with open_peer(site) as peer:
         posts = [
-            session.post(confirmation_of(action, "allow"), http=(site.http, peer.http)[n % 2], **key) for n in range(20)
+            session.post(confirmation_of(action, "allow"), http=(site.http, peer.http)[n % 2], headers=key)
+            for n in range(20)
         ]
         answers = await asyncio.gather(*posts)
     assert {a.status_code for a in answers} == {200}
     assert len({a.json()["data"][0]["id"] for a in answers}) == 1
     assert await session.idle(2) == "end_turn"
-    other = await session.post(confirmation_of(action, "deny"), **key)
+    other = await session.post(confirmation_of(action, "deny"), headers=key)
     assert other.status_code == 400
     assert other.json()["error"]["details"]["error_code"] == "idempotency_key_reused"
     await session.go_on(idles=3)

@@ -5,7 +5,18 @@ import json
 import time
 
 import pytest
-from tests.cases.driving import TOOLSET, Driven, Json, Site, custom_tool, history, message, result_of, results_in, text_of
+from tests.cases.driving import (
+    TOOLSET,
+    Driven,
+    Json,
+    Site,
+    custom_tool,
+    history,
+    message,
+    result_of,
+    results_in,
+    text_of,
+)
 
 from perdure.testing.model_server import Call, Reply, Text, Thinking
 
@@ -42,7 +53,9 @@ async def test_an_image_above_the_limit_of_the_provider(site: Site) -> None:
     """Elsewhere an image of 6.2 MB got into the history and every later request was refused; here it is refused at the door."""
     session = await site.open()
     caption = {"type": "text", "text": "what is this?"}
-    error = await session.refuse("invalid_request_error", {"type": "user.message", "content": [caption, image(6_200_000)]})
+    error = await session.refuse(
+        "invalid_request_error", {"type": "user.message", "content": [caption, image(6_200_000)]}
+    )
     assert "events.0.content.1.source.data" in error["message"]
     assert "5,242,880" in error["message"]
     assert site.requests == []
@@ -95,8 +108,8 @@ async def test_line_separators_in_output_of_a_tool(site: Site) -> None:
 async def test_nul_in_a_message_and_in_output(site: Site) -> None:
     """Elsewhere U+0000 broke the database inside the turn; here input is refused with its path and output has U+FFFD."""
     session = await site.open(TOOLSET, custom_tool("ask"))
-    first = await session.post(message("buy\0milk"), **{"Idempotency-Key": "nul"})
-    again = await session.post(message("buy\0milk"), **{"Idempotency-Key": "nul", "x-stainless-retry-count": "1"})
+    first = await session.post(message("buy\0milk"), headers={"Idempotency-Key": "nul"})
+    again = await session.post(message("buy\0milk"), headers={"Idempotency-Key": "nul", "x-stainless-retry-count": "1"})
     assert (first.status_code, again.status_code) == (400, 400)
     assert first.json()["error"] == again.json()["error"]
     assert "events.0.content.0.text" in first.json()["error"]["message"]
@@ -156,7 +169,9 @@ async def test_lone_surrogates_from_a_client(site: Site, events: str, place: str
     """From a client they are refused with their path, in values and in keys."""
     session = await site.open()
     body = f'{{"events":{events}}}'
-    answered = await session.http.post(session.path + "/events", content=body, headers={"content-type": "application/json"})
+    answered = await session.http.post(
+        session.path + "/events", content=body, headers={"content-type": "application/json"}
+    )
     assert answered.status_code == 400
     assert place in answered.json()["error"]["message"]
     await session.go_on(idles=1)

@@ -1,5 +1,7 @@
 """Histories that a provider would refuse: whatever a turn met, the next one is sent a history that holds."""
 
+import itertools
+
 import pytest
 from tests.cases.driving import INTERRUPT, TOOLSET, Site, history, message, results_in, text_of
 
@@ -122,7 +124,7 @@ async def test_a_model_that_says_nothing(site: Site) -> None:
     assert await session.texts() == []
     await session.go_on(idles=len(silent) + 1)
     sent = [m["role"] for m in site.requests[-1].body["messages"]]
-    assert all(before != after for before, after in zip(sent, sent[1:], strict=False))
+    assert all(before != after for before, after in itertools.pairwise(sent))
 
 
 @pytest.mark.case("B004")

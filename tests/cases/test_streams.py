@@ -80,6 +80,12 @@ def wait_cut(sockets: list[socket.socket]) -> list[int]:
     return sorted(left)
 
 
+def start_reader(descriptor: int) -> "subprocess.Popen[str]":
+    """A process that reads from a connected socket until its end."""
+    command = [sys.executable, "-c", READER, str(descriptor)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[descriptor], text=True)
+
+
 async def long_turn(session: Driven, idles: int) -> float:
     """One turn of 20 MB; how long it took."""
     site = session.site
@@ -100,10 +106,7 @@ async def test_readers_that_keep_the_connection_and_stop_reading(site: Site) -> 
     with ExitStack() as ends:
         stuck = [ends.enter_context(await stick(site, session)) for _ in range(STUCK)]
         descriptor = stuck[0].fileno()
-        command = [sys.executable, "-c", READER, str(descriptor)]
-        child = ends.enter_context(
-            subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[descriptor], text=True)
-        )
+        child = ends.enter_context(start_reader(descriptor))
         ends.callback(child.kill)
         assert child.stdout is not None
         assert await asyncio.to_thread(child.stdout.readline) == "reading\n"

@@ -14,7 +14,9 @@ async def listed_ids(served: Served, **filters: object) -> set[str]:
     return {s.id async for s in served.client.beta.sessions.list(limit=100, **filters)}
 
 
-@pytest.mark.rule("MA-G14", "MA-A1.19", "MA-A1.29", "MA-A2.14", "MA-B7.13", "MA-B6.6", "MA-A1.28", "SDK:sessions.archive")
+@pytest.mark.rule(
+    "MA-G14", "MA-A1.19", "MA-A1.29", "MA-A2.14", "MA-B7.13", "MA-B6.6", "MA-A1.28", "SDK:sessions.archive"
+)
 async def test_archive_ends_a_session_and_keeps_its_history(served: Served) -> None:
     sessions = served.client.beta.sessions
     told = await served.make_session(Reply(Text("no end"), stall_after=0))
@@ -47,7 +49,7 @@ async def test_archive_ends_a_session_and_keeps_its_history(served: Served) -> N
     assert await told.events() == listed
     assert told.id not in await listed_ids(served)
     assert told.id in await listed_ids(served, include_archived=True)
-    thread = [t async for t in sessions.threads.list(told.id)][0]
+    thread = (await sessions.threads.list(told.id)).data[0]
     assert (thread.status, thread.archived_at) == ("terminated", archived.archived_at)
 
 
@@ -79,7 +81,9 @@ async def test_archive_loses_no_message_that_waits_behind_an_action(served: Serv
     assert all(e["processed_at"] for e in await told.events())
 
 
-@pytest.mark.rule("MA-G14.1", "MA-A1.30", "MA-C11.1", "MA-C11.2", "MA-C11.3", "MA-C11.6", "MA-B3.8", "MA-A2.13", "MA-C2.6")
+@pytest.mark.rule(
+    "MA-G14.1", "MA-A1.30", "MA-C11.1", "MA-C11.2", "MA-C11.3", "MA-C11.6", "MA-B3.8", "MA-A2.13", "MA-C2.6"
+)
 @pytest.mark.rule("SDK:sessions.delete")
 async def test_delete_ends_streams_and_leaves_nothing(served: Served) -> None:
     sessions = served.client.beta.sessions

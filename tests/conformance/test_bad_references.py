@@ -110,7 +110,9 @@ async def test_of_two_answers_at_the_same_time_exactly_one_counts(served: Served
         assert told.script.messages()[-1]["content"][0]["content"][0]["text"] == f"answer {winner}"
 
 
-@pytest.mark.rule("MA-A2.1", "MA-A2.4", "MA-A2.5", "MA-A0.9", "MA-A0.11", "MA-A0.10", "MA-B1.1", "MA-B1.9", "MA-B1.13", "MA-C7.9")
+@pytest.mark.rule(
+    "MA-A2.1", "MA-A2.4", "MA-A2.5", "MA-A0.9", "MA-A0.11", "MA-A0.10", "MA-B1.1", "MA-B1.9", "MA-B1.13", "MA-C7.9"
+)
 @pytest.mark.parametrize(
     ("events", "place"),
     [

@@ -44,7 +44,9 @@ async def test_create_an_agent_with_little_and_with_much(served: Served) -> None
     assert (await agents.retrieve(large.id)).to_dict() == large.to_dict()
 
 
-@pytest.mark.rule("MA-A5.3", "MA-F3", "MA-F4", "MA-F5", "MA-F6", "MA-A5.16", "MA-A0.11", "MA-A0.10", "MA-A0.14", "MA-A0.7")
+@pytest.mark.rule(
+    "MA-A5.3", "MA-F3", "MA-F4", "MA-F5", "MA-F6", "MA-A5.16", "MA-A0.11", "MA-A0.10", "MA-A0.14", "MA-A0.7"
+)
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -212,7 +212,7 @@ async def test_ids_of_another_workspace_answer_like_missing_ones_on_every_route(
         assert foreign[0] == 404, (route.template, foreign)
         assert foreign == await ask(missing)
         assert json.dumps(foreign[1]).count("0" * 26) == 0
-        nonsense = await ask({k: "nonsense" for k in there})
+        nonsense = await ask(dict.fromkeys(there, "nonsense"))
         assert nonsense == foreign
         seen += isinstance(route, StreamRoute)
     assert seen == 2

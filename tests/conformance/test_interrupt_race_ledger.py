@@ -23,7 +23,6 @@ from perdure.ports.ledger import (
     CreateSession,
     Idle,
     Ledger,
-    OutBlock,
     Perform,
     SeenEvent,
     StepOutcome,
@@ -122,9 +121,7 @@ class Race:
             outcome = Stopped(step_id=step.id) if stop else random_outcome(self.random, step, MIX)
             answered = await self._advance(answered, outcome)
 
-    async def _advance(
-        self, answered: Perform | Working | None = None, outcome: StepOutcome | None = None
-    ) -> Answered:
+    async def _advance(self, answered: Perform | Working | None = None, outcome: StepOutcome | None = None) -> Answered:
         return await self.ledger.advance(
             Advance(
                 session_id=self.session_id,

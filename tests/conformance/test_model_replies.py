@@ -63,8 +63,7 @@ async def test_a_refusal_has_its_details_and_the_session_stays_usable(served: Se
     assert only(listed, "session.error") == []
     assert len(told.script.requests) == 1
     (stop,) = [
-        e.stop_details
-        async for e in served.client.beta.sessions.events.list(told.id, types=["session.status_idle"])
+        e.stop_details async for e in served.client.beta.sessions.events.list(told.id, types=["session.status_idle"])
     ]
     assert stop.category == "cyber"
     await told.turn("good", Reply(Text("ok")))

@@ -8,7 +8,9 @@ from perdure.testing.serving import INTERRUPT, Served, message
 from perdure.testing.trail import RUNNING, call, frames_of, idle, only, said, says, trail_of
 
 
-@pytest.mark.rule("MA-G1", "MA-G1.1", "MA-B1.2", "MA-B2.1", "MA-B2.6", "MA-B3.2", "MA-B3.3", "MA-B3.4", "MA-B7.7", "MA-B7.8")
+@pytest.mark.rule(
+    "MA-G1", "MA-G1.1", "MA-B1.2", "MA-B2.1", "MA-B2.6", "MA-B3.2", "MA-B3.3", "MA-B3.4", "MA-B7.7", "MA-B7.8"
+)
 @pytest.mark.rule("MA-B8.2", "MA-B8.3", "MA-A1.14", "MA-B7.1", "MA-B7.3", "MA-B8.4")
 async def test_a_plain_turn_in_its_exact_order(served: Served) -> None:
     told = await served.make_session(Reply(Text("Hello, you.")))
@@ -76,7 +78,9 @@ async def test_fifty_initial_events_are_fifty_turns(served: Served) -> None:
     assert len(only(listed, "session.status_running")) == 1
 
 
-@pytest.mark.rule("MA-G3", "MA-G3.1", "MA-C2.2", "MA-C4.2", "MA-C5.2", "MA-C6.2", "MA-B3.5", "MA-B8.1")
+@pytest.mark.rule(
+    "MA-G3", "MA-G3.1", "MA-C2.2", "MA-C4.1", "MA-B6.3", "MA-C4.2", "MA-C5.2", "MA-C6.2", "MA-B3.5", "MA-B8.1"
+)
 async def test_three_messages_one_of_them_in_mid_turn(served: Served) -> None:
     gate = Gate()
     told = await served.make_session(Reply(Text("r1"), gate=gate), Reply(Text("r2")), Reply(Text("r3")))

@@ -7,7 +7,19 @@ from tests.conformance.test_archive_delete import refused_once
 
 from perdure.testing.model_server import Failure, Gate, Reply, Text
 from perdure.testing.serving import Served, Told, message
-from perdure.testing.trail import RESCHEDULED, RUNNING, TERMINATED, Mark, call, idle, only, said, says, statuses_of, trail_of
+from perdure.testing.trail import (
+    RESCHEDULED,
+    RUNNING,
+    TERMINATED,
+    Mark,
+    call,
+    idle,
+    only,
+    said,
+    says,
+    statuses_of,
+    trail_of,
+)
 
 SOON = 0
 """`Retry-After` of a provider that is in no hurry to be spared."""
@@ -88,7 +100,10 @@ async def test_exhausted_retries_flush_what_waits_and_leave_the_session_usable(s
     errors = only(listed, "session.error")
     assert [e["error"]["retry_status"]["type"] for e in errors] == ["retrying", "retrying", "exhausted"]
     assert errors[-1]["flushed_event_ids"] == [e["id"] for e in sent[1:]]
-    assert trail_of(listed)[-4:] == [Mark("session.error", "model_overloaded_error exhausted"), *idle("retries_exhausted")]
+    assert trail_of(listed)[-4:] == [
+        Mark("session.error", "model_overloaded_error exhausted"),
+        *idle("retries_exhausted"),
+    ]
     assert all(e["processed_at"] for e in only(listed, "user.message"))
     custody = (await served.ok("GET", f"/perdure{told.path}/inputs"))["data"]
     assert [(c["state"], c["reason"]) for c in custody[:2]] == [("dropped", "retries_exhausted")] * 2

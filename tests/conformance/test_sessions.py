@@ -21,7 +21,9 @@ async def refused(asked: Any, match: str, kind: type[Exception] = anthropic.BadR
     return caught.value.body["error"]
 
 
-@pytest.mark.rule("MA-A1.1", "MA-A1.2", "MA-A1.3", "MA-A1.10", "MA-A1.11", "SDK:sessions.create", "SDK:sessions.retrieve")
+@pytest.mark.rule(
+    "MA-A1.1", "MA-A1.2", "MA-A1.3", "MA-A1.10", "MA-A1.11", "SDK:sessions.create", "SDK:sessions.retrieve"
+)
 async def test_the_three_forms_of_an_agent(served: Served) -> None:
     beta = served.client.beta
     agent = await beta.agents.create(name="one", model="claude-a", system="v1", tools=[TOOLSET])
@@ -168,14 +170,14 @@ async def _listed(served: Served, **filters: Any) -> list[str]:
     return [s.id async for s in served.client.beta.sessions.list(**filters)]
 
 
-@pytest.mark.rule("MA-A1.15", "MA-A1.16", "MA-A1.17", "MA-A1.18", "MA-A1.19", "MA-A1.23", "MA-A0.15", "MA-A0.23", "MA-A0.24")
+@pytest.mark.rule(
+    "MA-A1.15", "MA-A1.16", "MA-A1.17", "MA-A1.18", "MA-A1.19", "MA-A1.23", "MA-A0.15", "MA-A0.23", "MA-A0.24"
+)
 @pytest.mark.rule("SDK:sessions.list")
 async def test_list_filters_and_orders(served: Served) -> None:
     sessions = served.client.beta.sessions
     agent = await served.client.beta.agents.create(name="mine", model="claude-a")
-    made = [
-        await sessions.create(agent=agent.id, environment_id=served.environment_id, title=str(n)) for n in range(5)
-    ]
+    made = [await sessions.create(agent=agent.id, environment_id=served.environment_id, title=str(n)) for n in range(5)]
     ids = [s.id for s in made]
     mine = {"agent_id": agent.id}
     assert await _listed(served, **mine) == ids[::-1]
@@ -244,8 +246,12 @@ async def test_pages_in_both_directions_and_misused_cursors(served: Served) -> N
         assert (await served.call("GET", path, params={"page": cursor})).status_code == 400
 
 
-@pytest.mark.rule("MA-A3.1", "MA-A3.2", "MA-A3.3", "MA-A3.4", "MA-A3.5", "MA-A3.6", "MA-B6.7", "SDK:sessions.threads.list")
-@pytest.mark.rule("SDK:sessions.threads.retrieve", "SDK:sessions.threads.events.list", "SDK:sessions.threads.events.stream")
+@pytest.mark.rule(
+    "MA-A3.1", "MA-A3.2", "MA-A3.3", "MA-A3.4", "MA-A3.5", "MA-A3.6", "MA-B6.7", "SDK:sessions.threads.list"
+)
+@pytest.mark.rule(
+    "SDK:sessions.threads.retrieve", "SDK:sessions.threads.events.list", "SDK:sessions.threads.events.stream"
+)
 async def test_the_primary_thread(served: Served) -> None:
     threads = served.client.beta.sessions.threads
     gate = Gate()
@@ -253,9 +259,7 @@ async def test_the_primary_thread(served: Served) -> None:
     (thread,) = [t async for t in threads.list(told.id)]
     assert (thread.parent_thread_id, thread.session_id, thread.status) == (None, told.id, "idle")
     assert (thread.usage, thread.stats) == (None, None)
-    async with await threads.events.stream(
-        thread.id, session_id=told.id, event_deltas=["agent.message"]
-    ) as opened:
+    async with await threads.events.stream(thread.id, session_id=told.id, event_deltas=["agent.message"]) as opened:
         await told.say("go")
         await gate.reached()
         assert (await threads.retrieve(thread.id, session_id=told.id)).status == await told.status() == "running"
@@ -286,7 +290,9 @@ async def test_the_primary_thread(served: Served) -> None:
 @pytest.mark.rule("MA-A2.6", "MA-A2.7", "MA-A2.8", "MA-A2.9", "MA-A2.10", "MA-F9", "SDK:sessions.events.list")
 async def test_the_list_of_events(served: Served) -> None:
     events = served.client.beta.sessions.events
-    told = await served.make_session(Reply(Call("bash", {"command": "true"})), Reply(Text("b")), tools=[TOOLSET, CUSTOM])
+    told = await served.make_session(
+        Reply(Call("bash", {"command": "true"})), Reply(Text("b")), tools=[TOOLSET, CUSTOM]
+    )
     await told.turn("first")
     told.script.enqueue(Reply(Call("lookup")))
     await told.say("second")
@@ -327,7 +333,9 @@ async def test_the_list_of_events(served: Served) -> None:
 
 @pytest.mark.rule("MA-A1.12", "MA-B3.7", "MA-B3.3")
 async def test_usage_is_the_sum_of_the_calls(served: Served) -> None:
-    told = await served.make_session(Reply(Text("one")), Reply(Call("bash", {"command": "true"})), Reply(Text("three")), tools=[TOOLSET])
+    told = await served.make_session(
+        Reply(Text("one")), Reply(Call("bash", {"command": "true"})), Reply(Text("three")), tools=[TOOLSET]
+    )
     await told.say("a", "b")
     listed = await told.until_idle()
     spans = [e["model_usage"] for e in only(listed, "span.model_request_end")]

@@ -19,7 +19,7 @@ from perdure.http.claude import stream as stream_module
 from perdure.testing.model_server import Call, Gate, Reply, Text, Thinking
 from perdure.testing.proxy import Proxy
 from perdure.testing.serving import READ_S, Served, Told, message, result
-from perdure.testing.trail import Frame, RUNNING, call, frames_of, idle, kinds_of, merged, only, says, trail_of
+from perdure.testing.trail import RUNNING, Frame, call, frames_of, idle, kinds_of, merged, only, says, trail_of
 
 THREE_TOOLS = (
     Reply(Text("first"), Call("bash", {"command": "echo 1"})),
@@ -397,3 +397,26 @@ async def test_a_parked_session_waits_while_others_work(served: Served) -> None:
     await other.until_idle()
     await told.send(result(only(parked, CUSTOM_USE)[0]["id"]))
     await told.until_idle(2)
+
+
+@pytest.mark.rule("MA-B7.8", "MA-B7.1", "SDK:sessions.events.stream")
+async def test_the_sdk_without_a_loop_reads_what_ends_lines_elsewhere(served: Served) -> None:
+    """Line separators of Unicode in a text, through the synchronous SDK in a thread of its own."""
+    text = "one\u2028two\u2029three\x85four\r\nfive\x1c\U0001f600"
+    told = await served.make_session(Reply(Text(text)))
+
+    def follow() -> list[Any]:
+        with served.sync_sdk() as client:
+            events = client.beta.sessions.events
+            with events.stream(told.id) as opened:
+                events.send(told.id, events=[message(text)])
+                seen = []
+                for event in opened:
+                    seen.append(event)
+                    if event.type == "session.status_idle":
+                        return seen
+        raise AssertionError("the stream ended before the turn")
+
+    seen = await asyncio.to_thread(follow)
+    assert [e.content[0].text for e in seen if e.type in ("user.message", "agent.message")] == [text] * 3
+    assert {e.id for e in seen} == {e["id"] for e in await told.events()}

@@ -42,7 +42,7 @@ async def test_an_allowed_built_in_tool(served: Served) -> None:
     (use,), (outcome,) = only(listed, TOOL_USE), only(listed, TOOL_RESULT)
     assert outcome["tool_use_id"] == use["id"]
     assert use["input"] == {"command": "echo out"}
-    assert outcome["content"] == [{"type": "text", "text": "out\n"}] or outcome["content"][0]["text"].strip() == "out"
+    assert outcome["content"] == [{"type": "text", "text": "out"}]
     first, second = told.script.requests
     assert [t["name"] for t in first.body["tools"]] == ["bash", "read", "write", "edit", "glob", "grep"]
     answer = second.body["messages"][-1]["content"]
@@ -82,7 +82,7 @@ async def test_a_custom_tool_is_answered_by_the_client(served: Served) -> None:
         *call(),
         Mark(CUSTOM_USE, "lookup"),
         *idle("requires_action"),
-    ] or trail_of(parked) == [said("find"), *RUNNING, *call(Mark(CUSTOM_USE, "lookup")), *idle("requires_action")]
+    ]
     assert last_idle(parked)["stop_reason"] == {"type": "requires_action", "event_ids": [use["id"]]}
     assert await told.status() == "idle"
     (echo,) = await told.send(result(use["id"], "value"))
@@ -161,9 +161,7 @@ async def test_two_actions_answered_in_one_request(served: Served, swapped: bool
 @pytest.mark.rule("MA-G6.1", "MA-C7.10", "MA-C6.5")
 async def test_an_allowed_tool_beside_the_actions_has_run_before_the_idle(served: Served) -> None:
     told = await served.make_session(tools=[TOOLSET, CUSTOM])
-    told.script.enqueue(
-        Reply(Call("lookup"), Call("bash", {"command": "echo x >> ran; cat ran"})), Reply(Text("end"))
-    )
+    told.script.enqueue(Reply(Call("lookup"), Call("bash", {"command": "echo x >> ran; cat ran"})), Reply(Text("end")))
     await told.say("go")
     parked = await told.until_idle()
     (custom,), (outcome,) = only(parked, CUSTOM_USE), only(parked, TOOL_RESULT)
@@ -234,7 +232,7 @@ async def test_a_tool_that_was_taken_away_is_denied(served: Served) -> None:
     assert "bash" not in [t["name"] for t in told.script.requests[0].body["tools"]]
 
 
-@pytest.mark.rule("MA-C7.13", "MA-G9", "MA-C3.4", "MA-C4.3", "MA-C7.9")
+@pytest.mark.rule("MA-C7.13", "MA-G9", "MA-C3.4", "MA-C4.3", "MA-C4.4", "MA-C7.9")
 async def test_a_message_while_parked_waits_for_the_answer(served: Served) -> None:
     told = await served.make_session(tools=[CUSTOM])
     told.script.enqueue(Reply(Call("lookup")), Reply(Text("resumed")), Reply(Text("second")))

@@ -172,6 +172,7 @@ def objects_of(server: Any) -> dict[str, int]:
     return {
         "runners": len(parts.engine._runners),
         "pending": len(parts.engine._pending),
+        "offered": len(parts.engine._offered),
         "timers": len(parts.engine._timers),
         "feeds": len(parts.feeds._feeds),
         "workspaces": len(parts.environment._slots),

@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src" / "perdure"
 DOMAIN = SRC / "domain"
+CORE = SRC / "core"
 TESTS = ROOT / "tests"
 DOCS = ROOT / "docs"
 

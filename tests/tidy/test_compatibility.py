@@ -80,6 +80,8 @@ def test_requests_are_read_from_the_source_of_the_sdk() -> None:
         "| MA-A1.1 | text | done |",
         "| MA-A1.1 | text | excused: |",
         "| MA-A1.1 | text | owned: turn |",
+        "| MA-A1.1 | text | owned: core/turns |",
+        "| MA-A1.1 | text | core: domain/turn |",
         "| MA-A1.1 | text |",
         "| MA-A1.1 | text | face |\n| MA-A1.1 | again | face |",
     ],
@@ -96,7 +98,12 @@ def test_claims_are_found_in_docstrings_only(tmp_path: Path) -> None:
     (domain / "turn.py").write_text(
         '"""MA-C1.1 here."""\n# MA-C1.2\ndef f():\n    """Does MA-C1.12."""\n    return "MA-C1.3"\n', encoding="utf-8"
     )
+    core = tmp_path / "core"
+    core.mkdir()
+    (core / "settle.py").write_text('def end():\n    """MA-C1.12 again, and MA-C1.12."""\n', encoding="utf-8")
     assert read_claims(domain) == {"MA-C1.1": ["domain/turn:"], "MA-C1.12": ["domain/turn:f"]}
+    both = read_claims(domain, core)
+    assert both["MA-C1.12"] == ["domain/turn:f", "core/settle:end", "core/settle:end"]
 
 
 def test_check_tells_a_stale_page_from_a_current_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

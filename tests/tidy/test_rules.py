@@ -2,11 +2,13 @@
 
 import ast
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
-from tests.tidy.sources import DOCS, DOMAIN, ROOT, dotted, place, python_files, rule_marks, tree_of
+from tests.tidy.sources import CORE, DOCS, DOMAIN, ROOT, dotted, place, python_files, rule_marks, tree_of
 
-from perdure.testing.compatibility import SDK_MARK, SERVED, read_claims, read_rules, read_sdk_methods
+from perdure.testing.compatibility import SDK_MARK, SERVED, Rule, read_claims, read_rules, read_sdk_methods
 
 CONTRACTS = DOCS / "contracts"
 
@@ -82,16 +84,59 @@ def test_served_methods_are_methods_of_the_sdk() -> None:
     assert len(SERVED) == len(set(SERVED))
 
 
-def test_each_owned_rule_has_one_decider() -> None:
-    owned = {rule.id for rule in read_rules(CONTRACTS) if rule.kind == "owned"}
-    claims = read_claims(DOMAIN)
-    faults = [f"{rule_id} is claimed by {', '.join(places)}" for rule_id, places in claims.items() if len(places) > 1]
-    faults += [
-        f"{places[0]} claims {rule_id}, which is no owned rule"
-        for rule_id, places in claims.items()
-        if rule_id not in owned
+def ownership_faults(rules: Sequence[Rule], claims: Mapping[str, Sequence[str]]) -> list[str]:
+    """Where the pages and the docstrings do not say the same. `claims` are those of `domain` and `core` together."""
+    owners = {rule.id: rule.owner for rule in rules if rule.kind in ("owned", "core")}
+    faults = [
+        f"{rule_id} belongs to {owner}, and no docstring of domain or core names it"
+        for rule_id, owner in owners.items()
+        if rule_id not in claims
     ]
-    assert faults == [], "one rule, one decider: name its id in that docstring only"
+    for rule_id, places in claims.items():
+        if rule_id not in owners:
+            faults.append(f"{places[0]} claims {rule_id}, which the pages give to no module")
+        elif len(places) > 1:
+            faults.append(f"{rule_id} is claimed by {', '.join(places)}")
+        elif places[0].partition(":")[0] != owners[rule_id]:
+            faults.append(f"{rule_id} belongs to {owners[rule_id]} and is claimed by {places[0]}")
+        elif places[0].endswith(":"):
+            faults.append(f"{rule_id} is claimed by the whole of {owners[rule_id]}; name the function that keeps it")
+    return faults
+
+
+def test_each_owned_and_each_core_rule_is_claimed_where_the_page_says() -> None:
+    faults = ownership_faults(read_rules(CONTRACTS), read_claims(DOMAIN, CORE))
+    assert faults == [], "one rule, one owner: name its id once, in the docstring of the function that keeps it"
+
+
+def test_wrong_claims_are_seen() -> None:
+    def rule(rule_id: str, kind: Literal["owned", "core", "face"], owner: str) -> Rule:
+        return Rule(rule_id, "", kind, owner, "", "p")
+
+    rules = [
+        rule("MA-A1.1", "owned", "domain/turn"),
+        rule("MA-A1.2", "core", "core/settle"),
+        rule("MA-A1.3", "owned", "domain/turn"),
+        rule("MA-A1.4", "core", "core/settle"),
+        rule("MA-A1.5", "face", ""),
+        rule("MA-A1.6", "owned", "domain/turn"),
+        rule("MA-A1.7", "core", "core/settle"),
+    ]
+    claims = {
+        "MA-A1.1": ["domain/turn:holds"],
+        "MA-A1.2": ["core/settle:end_turn"],
+        "MA-A1.4": ["core/settle:end_turn", "core/settle:end_turn"],
+        "MA-A1.5": ["core/settle:fail_turn"],
+        "MA-A1.6": ["core/settle:end_turn"],
+        "MA-A1.7": ["core/settle:"],
+    }
+    assert [fault.split(" claims ")[-1].split()[0].strip(",") for fault in ownership_faults(rules, claims)] == [
+        "MA-A1.3",
+        "MA-A1.4",
+        "MA-A1.5",
+        "MA-A1.6",
+        "MA-A1.7",
+    ]
 
 
 def dishonest_lines(tree: ast.Module) -> list[tuple[int, str]]:

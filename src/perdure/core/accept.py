@@ -21,7 +21,10 @@ from perdure.ports.ledger import Accept, Accepted, Arrival
 
 
 def accept(draft: Draft, command: Accept) -> Accepted | Refused:
-    """Admit a batch to the primary thread of a session that exists."""
+    """Admit a batch to the primary thread of a session that exists.
+
+    MA-E1.5: a repeat is recognised before the session's state is looked at, so it gets its first answer whatever happened since.
+    """
     if draft.session_row is None or draft.session.workspace_id != command.workspace_id:
         return Refused("not_found", "session_not_found", "Session not found.")
     key = command.submission
@@ -79,7 +82,10 @@ def record_submission(draft: Draft, key: SubmissionKey, events: tuple[Event, ...
 
 
 def check(draft: Draft, thread_id: UUID, arrivals: tuple[Arrival, ...]) -> Refused | None:
-    """Whether the whole batch may be admitted. Nothing is written before every event has passed."""
+    """Whether the whole batch may be admitted.
+
+    MA-A2.3: all or nothing: nothing is written before every event has passed.
+    """
     thread = draft.thread(thread_id)
     turn = draft.turn_of(thread_id)
     parked = turn is not None and turn.state == "waiting" and turn.wait == "action"
@@ -111,6 +117,7 @@ def _kind(previous: str | None) -> InputKind | None:
 
 
 def _check_answer(action: Action | None, arrival: Arrival, answered: set[UUID]) -> Refused | None:
+    """MA-C7.8: a second answer within one request finds the action taken by the first, so the request is refused."""
     assert arrival.answer is not None
     if arrival.action_id in answered and action is not None:
         action = msgspec.structs.replace(action, state="claimed")
@@ -118,7 +125,11 @@ def _check_answer(action: Action | None, arrival: Arrival, answered: set[UUID]) 
 
 
 def admit(draft: Draft, thread_id: UUID, arrivals: tuple[Arrival, ...], authority: UUID | None) -> tuple[Event, ...]:
-    """Write a checked batch. Returns the receipt events, in order."""
+    """Write a checked batch, each event upon what the ones before it did. Returns the receipt events, in order.
+
+    MA-C8.11: `[message, interrupt]` on an idle session: the message makes it run, then the interrupt ends that message. MA-C8.13:
+    `[interrupt, answer]` on a parked session: the interrupt changes nothing, then the answer counts.
+    """
     received: list[Event] = []
     answered = False
     for arrival in arrivals:
@@ -143,6 +154,7 @@ def admit(draft: Draft, thread_id: UUID, arrivals: tuple[Arrival, ...], authorit
 
 
 def _receive(draft: Draft, thread_id: UUID, arrival: Arrival, *, processed: bool = False) -> Event:
+    """The row of a receipt. MA-B1.6: a custom tool's result is processed with it."""
     return draft.emit(
         "input.received",
         thread_id=thread_id,
@@ -154,7 +166,10 @@ def _receive(draft: Draft, thread_id: UUID, arrival: Arrival, *, processed: bool
 
 
 def _enqueue(draft: Draft, event: Event, arrival: Arrival, received: list[Event], authority: UUID | None) -> None:
-    """Put a message, or the system message behind it, into the mailbox. One behind an answer goes where the answer goes."""
+    """Put a message, or the system message behind it, into the mailbox.
+
+    MA-B1.10: a system message goes where the event before it goes: to that message's turn, or to the turn that the answer resumes.
+    """
     companion_of = received[-2].seq if arrival.kind == "system" else None
     leader = draft.inputs.get(companion_of) if companion_of is not None else None
     claimed = leader is not None and leader.state == "claimed"
@@ -213,7 +228,11 @@ def _answer(draft: Draft, event: Event, arrival: Arrival, authority: UUID | None
 
 
 def _resume_or_remind(draft: Draft, thread_id: UUID, answered: bool) -> None:
-    """After answers: wake the turn when none is owed any more, else say again which are."""
+    """After answers: wake the turn when none is owed any more, else say again which are.
+
+    MA-C7.5: while some are owed the idle is said again with the rest, and nothing starts. MA-C7.6: the last answer makes the session
+    run, once, and the turn goes on with all of them.
+    """
     turn = draft.turn_of(thread_id)
     if not answered or turn is None or turn.wait != "action":
         return
@@ -225,7 +244,11 @@ def _resume_or_remind(draft: Draft, thread_id: UUID, answered: bool) -> None:
 
 
 def _activate(draft: Draft, thread_id: UUID) -> None:
-    """Work waits on an idle thread: from now on the session runs (not while actions are owed)."""
+    """Work waits on an idle thread: from now on the session runs.
+
+    MA-B6.2: claimable input makes an idle session run in the commit that accepts it. MA-C7.13: input behind an open action waits, and
+    the session stays idle. MA-C2.5: input that comes while a retry is due later waits too, and the session stays `rescheduling`.
+    """
     idle = draft.session.status == "idle" and draft.turn_of(thread_id) is None
     if idle and draft.thread(thread_id).waiting_count:
         set_phase(draft, thread_id, "active")

@@ -49,7 +49,10 @@ def advance(draft: Draft, command: Advance) -> Answered:
 
 
 def _look(draft: Draft, thread: Thread, turn: Turn | None, command: Advance) -> Answered:
-    """A caller without a lease: what is there to own?"""
+    """A caller without a lease: what is there to own?
+
+    MA-C4.3: a turn that may go on is taken before any input that waits. MA-B6.5: a retry that is due makes the session run again.
+    """
     worker_id = command.worker_id
     if turn is None:
         return _claim_next(draft, thread.id, worker_id)
@@ -81,6 +84,11 @@ def claim_at_once(draft: Draft, thread_id: UUID, worker_id: UUID) -> None:
 
 
 def _claim_next(draft: Draft, thread_id: UUID, worker_id: UUID) -> Answered:
+    """The thread's slot is free: begin the next turn in the same commit.
+
+    MA-C3.4: input that waited behind a barrier is taken with the end of its turn, without a new event. MA-C4.4: behind a turn that
+    parked, which keeps its slot, or that ended its session nothing is taken.
+    """
     if draft.session.state != "open" or claim(draft, thread_id, worker_id) is None:
         return Idle()
     return _go_on(draft, thread_id, worker_id)
@@ -143,7 +151,11 @@ def _repeat(draft: Draft, turn: Turn, step: Step) -> None:
 
 
 def _go_on(draft: Draft, thread_id: UUID, worker_id: UUID) -> Answered:
-    """Take the turn as far as it goes without a call."""
+    """Take the turn as far as it goes without a call.
+
+    MA-C7.10: what the server runs comes before parking, and is settled when the turn resumes. MA-F12: a turn makes at most 100 model
+    calls. MA-B4.5: one that asks for more ends with `tool_use_limit_reached_error`.
+    """
     turn = draft.turn_of(thread_id)
     if turn is None:
         return _claim_next(draft, thread_id, worker_id)
@@ -191,7 +203,10 @@ def _dispatch(draft: Draft, turn: Turn, steps: tuple[Step, ...]) -> Answered:
 
 
 def _mark(draft: Draft, turn: Turn, step: Step) -> Step:
-    """Dispatched, before the call is made; a model step's span opens here."""
+    """Dispatched, before the call is made.
+
+    MA-B3.6: a model step's span opens in this commit; the step, once settled, is never settled again, so exactly one end follows.
+    """
     seq = step.event_seq
     if step.kind == "model":
         seq = draft.emit("step.model.started", thread_id=turn.thread_id, turn_id=turn.id, step_id=step.id).seq
@@ -203,7 +218,7 @@ def _mark(draft: Draft, turn: Turn, step: Step) -> Step:
 
 
 def _park(draft: Draft, turn: Turn) -> Answered:
-    """Publish the calls that the client owes, with their actions and the idle, in one commit."""
+    """MA-C6.5: publish the calls that the client owes, with their actions and the idle, in one commit and not before."""
     for action in draft.turn_actions(turn.id):
         if action.state != "held":
             continue

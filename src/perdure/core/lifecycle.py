@@ -107,7 +107,11 @@ def _refuse_foreign(draft: Draft, workspace_id: UUID) -> Refused | None:
 
 
 def update(draft: Draft, command: UpdateSession) -> Done | Refused:
-    """Full replacement per field of the agent, merge patch of the metadata, one event with what changed."""
+    """Full replacement per field of the agent, merge patch of the metadata, one event with what changed.
+
+    MA-A1.25: fields of the agent are replaced for this session alone, and only while it is idle. MA-A1.26: one `session.updated` has
+    what changed; without a change there is none.
+    """
     refused = _refuse_foreign(draft, command.workspace_id) or refuse_input(draft.session.state)
     if refused is not None:
         return refused
@@ -131,6 +135,10 @@ def update(draft: Draft, command: UpdateSession) -> Done | Refused:
 
 
 def _merged(config: SessionConfig, command: UpdateSession) -> tuple[SessionConfig | Refused, dict[str, Any]]:
+    """The configuration after an update, and the fields that are not as before.
+
+    MA-A1.24: null clears the title and deletes a key of the metadata. MA-A1.13: too many pairs after the merge refuse the update.
+    """
     changed: dict[str, Any] = {}
     if command.title is not msgspec.UNSET and command.title != config.title:
         changed["title"] = command.title
@@ -155,7 +163,7 @@ def _merged(config: SessionConfig, command: UpdateSession) -> tuple[SessionConfi
 
 
 def archive(draft: Draft, command: ArchiveSession) -> Done | Refused:
-    """End a session and keep its history; a parked turn ends with it."""
+    """MA-A1.29: end a session and keep its history; a parked turn ends with it. A second time changes nothing."""
     refused = _refuse_foreign(draft, command.workspace_id)
     if refused is not None:
         return refused
@@ -182,7 +190,10 @@ def _close_turns(draft: Draft) -> None:
 
 
 def delete(draft: Draft, command: DeleteSession) -> Done | Refused:
-    """Raise the fence. Whatever waits is cancelled with that reason, and every later read finds nothing."""
+    """Raise the fence. Whatever waits is cancelled with that reason.
+
+    MA-C11.2: from this commit on every read finds nothing. MA-C11.6: a deletion that is under way is answered like the first one.
+    """
     refused = _refuse_foreign(draft, command.workspace_id)
     if refused is not None:
         return refused

@@ -98,6 +98,7 @@ def retry_wait(turn: Turn) -> Answered:
 
 
 def _replied(draft: Draft, turn: Turn, step: Step, outcome: ModelReplied) -> None:
+    """A whole reply. MA-C8.2: an interrupt that was accepted before this commit wins: no call is planned, no end is concluded."""
     turn = _account(draft, turn, outcome.usage)
     interrupted = bool(draft.open_controls(turn.thread_id))
     turn = _history(draft, turn, outcome.transcript)
@@ -117,7 +118,12 @@ def _replied(draft: Draft, turn: Turn, step: Step, outcome: ModelReplied) -> Non
 
 
 def _conclude(draft: Draft, turn: Turn, outcome: ModelReplied) -> None:
-    """End the turn when the reply asks for nothing more."""
+    """End the turn when the reply asks for nothing more.
+
+    MA-B6.3: without more input the session becomes idle. MA-C6.2: with more it goes on without an idle between. MA-C10.7: a refusal is
+    an end too, without a retry, and always shows its idle. MA-F13: a reply cut at its output limit is continued at most 3 times; a cut
+    call is given up at the third in a row.
+    """
     if outcome.calls:
         cut = all(c.owner == "refused" for c in outcome.calls) and outcome.stop_reason == "max_tokens"
         turn = draft.change_turn(turn.id, cut_rounds=turn.cut_rounds + 1 if cut else 0)
@@ -143,7 +149,7 @@ def _conclude(draft: Draft, turn: Turn, outcome: ModelReplied) -> None:
 
 
 def _continue(draft: Draft, turn: Turn) -> None:
-    """Ask the model to go on where its output limit stopped it; the request is ours, so only the model sees it."""
+    """MA-C6.3: ask the model to go on where its output limit stopped it; the request is ours, so only the model sees it."""
     position = draft.thread(turn.thread_id).causal_pos + 1
     draft.change_thread(turn.thread_id, causal_pos=position)
     draft.change_turn(turn.id, causal_pos=position, cut_rounds=turn.cut_rounds + 1)
@@ -162,7 +168,10 @@ def _continue(draft: Draft, turn: Turn) -> None:
 
 
 def _erred(draft: Draft, turn: Turn, step: Step, outcome: ModelErred) -> None:
-    """What a failed try costs and shows."""
+    """What a failed try costs and shows.
+
+    MA-C10.1: a retryable failure is one commit: the error that says `retrying`, `rescheduling`, and the next try with its time.
+    """
     usage = outcome.usage or Usage()
     turn = _account(draft, turn, usage)
     snap = msgspec.structs.replace(_usage_snap(usage), is_error=True)
@@ -265,7 +274,8 @@ def _position(call: CallPlan, calls: tuple[CallPlan, ...]) -> int:
 def _plan(draft: Draft, turn: Turn, step: Step, call: CallPlan, calls: tuple[CallPlan, ...]) -> Turn:
     """Give a call its journal row: a step that runs here, an action that a client owes, or an error at once.
 
-    What the server runs is published with the reply; what a client owes is held back until the turn parks.
+    What the server runs is published with the reply; what a client owes is held back until the turn parks. MA-B2.4: a built-in call is
+    shown with its permission, and its row is settled once, with the one result that names it.
     """
     position = _position(call, calls)
     identity = item_id(turn.id, step.ordinal, step.try_no, call.index)
@@ -369,7 +379,10 @@ def _returned(draft: Draft, turn: Turn, step: Step, outcome: ToolReturned) -> No
 
 
 def _stopped(draft: Draft, turn: Turn, step: Step, outcome: Stopped) -> None:
-    """A cancelled step: finished blocks of a reply are kept, an unfinished call's outcome is unknown."""
+    """A cancelled step: an unfinished call's outcome is unknown.
+
+    MA-C8.4: of an interrupted reply the finished blocks are published and kept; the unfinished one is in no event and no history.
+    """
     interrupted = bool(draft.open_controls(turn.thread_id))
     if step.kind != "model":
         lose_step(draft, turn, step, text=STOPPED_TEXT if interrupted else AMBIGUOUS_TEXT)
@@ -387,7 +400,7 @@ def _stopped(draft: Draft, turn: Turn, step: Step, outcome: Stopped) -> None:
 
 
 def repeat_model(draft: Draft, turn: Turn, step: Step) -> None:
-    """End a try of a model step without blame and prepare the next; nothing of the old try is ever completed."""
+    """MA-C9.5: end a try of a model step without blame and prepare the next; nothing of the old try is ever completed."""
     end_model_step(draft, turn, step, StepSnap(is_error=True), state="failed")
     start_model(draft, turn, ordinal=step.ordinal, try_no=step.try_no + 1, failures=step.failures)
 

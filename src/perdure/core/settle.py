@@ -43,7 +43,7 @@ def set_phase(
     action_ids: tuple[UUID, ...] = (),
     reissue: bool = False,
 ) -> None:
-    """Publish a phase and move the status with it, in the same commit."""
+    """MA-B3.1: publish a phase and move the status with it, in the same commit. Nothing else moves it."""
     status = STATUS_OF_PHASE[name]
     if status == "running" and draft.session.running_since is None:
         draft.touch(status=status, running_since=draft.now)
@@ -62,13 +62,20 @@ def set_phase(
 
 
 def park_phase(draft: Draft, turn: Turn, *, reissue: bool) -> None:
-    """Publish which answers are owed (after a partial answer, again, with the rest)."""
+    """Publish which answers are owed (after a partial answer, again, with the rest).
+
+    MA-B6.4: for as long as one is, the session is idle with `requires_action`.
+    """
     owed = tuple(a.id for a in still_owed(draft.turn_actions(turn.id)))
     set_phase(draft, turn.thread_id, "wait_action", stop_reason="requires_action", action_ids=owed, reissue=reissue)
 
 
 def settle_input(draft: Draft, entry: Input, state: Custody, reason: str | None) -> None:
-    """The last word on an input, and the second sighting of its event."""
+    """The last word on an input, and the second sighting of its event.
+
+    MA-C2.3: an accepted input ends only here, with the custody and reason that say how. MA-B1.2: a message is processed from now on.
+    MA-B7.7: what was processed on receipt is not stamped again, so streams show it once.
+    """
     draft.change_input(entry, state=state, reason=reason, settled_at=draft.now)
     event = draft.emit(
         "input.settled",
@@ -83,7 +90,7 @@ def settle_input(draft: Draft, entry: Input, state: Custody, reason: str | None)
 
 
 def settle_control(draft: Draft, seq: int, thread_id: UUID, outcome: str) -> None:
-    """Close an interrupt and show its event as processed."""
+    """MA-B1.3: close an interrupt, and show its event as processed from now on."""
     control = draft.controls[seq]
     draft.put(msgspec.structs.replace(control, state="done", outcome=outcome))
     thread = draft.thread(thread_id)
@@ -103,21 +110,28 @@ def drop_waiting(draft: Draft, thread_id: UUID, state: Custody, reason: str) -> 
 
 
 def interrupt_head(draft: Draft, thread_id: UUID) -> None:
-    """End the head of the mailbox before any worker took it."""
+    """MA-C8.10: end the head of the mailbox before any worker took it: its custody says so, and no model is called for it."""
     waiting = draft.waiting(thread_id)
     for entry in (waiting[0], *companions(waiting[0], waiting)):
         settle_input(draft, entry, "interrupted", "interrupt")
 
 
 def after_interrupt(draft: Draft, thread_id: UUID) -> None:
-    """The idle boundary of an interrupt, and the run of what waited behind it."""
+    """The idle boundary of an interrupt, and the run of what waited behind it.
+
+    MA-C8.3: an interrupted turn shows one idle `end_turn` and no error. MA-C8.7: what waits is kept and makes the session run again.
+    """
     set_phase(draft, thread_id, "idle", stop_reason="end_turn")
     if draft.thread(thread_id).waiting_count:
         set_phase(draft, thread_id, "active")
 
 
 def result_entry(draft: Draft, turn: Turn, position: int, body: bytes) -> None:
-    """Pair a call of the current round with its result in the model's history."""
+    """Pair a call of the current round with its result in the model's history.
+
+    MA-C5.1: a call is paired when its step or its action is settled, which happens once: here, with its result or with why there is
+    none, or by the answer that a client gave.
+    """
     draft.remember(
         TranscriptEntry(
             session_id=turn.session_id,
@@ -164,12 +178,13 @@ def end_model_step(draft: Draft, turn: Turn, step: Step, snap: StepSnap, *, stat
 
 
 def lose_step(draft: Draft, turn: Turn, step: Step, *, text: str = AMBIGUOUS_TEXT) -> None:
-    """A tool call that was started and has no result: never run again, and both sides are told."""
+    """MA-C9.2: a tool call that was started and has no result is never run again; both sides are told, and the turn goes on."""
     draft.put(msgspec.structs.replace(step, state="ambiguous", settled_at=draft.now))
     close_tool(draft, turn, step, text)
 
 
 def _close_steps(draft: Draft, turn: Turn) -> None:
+    """MA-C8.5: a call that an interrupt cut off gets an error that says whether it was started; it is never run again."""
     for step in draft.unsettled_steps(turn.id):
         if step.kind == "model":
             end_model_step(draft, turn, step, StepSnap(is_error=True), state="failed")
@@ -181,7 +196,10 @@ def _close_steps(draft: Draft, turn: Turn) -> None:
 
 
 def _close_actions(draft: Draft, turn: Turn) -> None:
-    """Pair calls whose answers will not be read. Only what had been published is closed in public."""
+    """Pair calls whose answers will not be read.
+
+    MA-C8.6: only what had been published, when the turn parked, is closed in public; the others are never shown.
+    """
     for action in draft.turn_actions(turn.id):
         draft.put(msgspec.structs.replace(action, state="closed"))
         result_entry(draft, turn, action.position, text_result(call_id(action.id), UNANSWERED_TEXT, is_error=True))
@@ -201,9 +219,10 @@ def _close_actions(draft: Draft, turn: Turn) -> None:
 
 
 def end_turn(draft: Draft, turn: Turn, outcome: TurnOutcome, *, error_code: str | None = None) -> None:
-    """Settle a turn: everything it owns is closed, its inputs are accounted for, its slot is free. One `turn.ended`, ever.
+    """Settle a turn: everything it owns is closed, its inputs are accounted for, its slot is free.
 
-    The caller publishes the phase that follows.
+    MA-C6.1: there is one `turn.ended`, in one commit with all that closes. MA-C8.12: every open interrupt is done with it. The caller
+    publishes the phase that follows.
     """
     _close_steps(draft, turn)
     _close_actions(draft, turn)
@@ -247,8 +266,9 @@ def turn_usage(turn: Turn) -> StepSnap:
 def fail_turn(draft: Draft, turn: Turn, code: str, message: str, *, permanent: bool) -> None:
     """End a turn by an error.
 
-    A permanent one terminates the session, an exhausted one leaves it idle. Either drops the input that waited,
-    each with its reason, and the error names them.
+    MA-C10.3: an exhausted one drops the input that waited, with that reason. MA-C10.4: the session stays usable. MA-C10.5: a permanent
+    one drops it too, and terminates the session. MA-B4.4: the error names what was dropped. MA-B4.2: idle follows an exhausted error,
+    terminated a terminal one. MA-B5.3: nothing else says `retries_exhausted`.
     """
     profile = PROFILES[draft.session.profile]
     terminate = permanent and profile.on_permanent_failure == "terminate"

@@ -100,7 +100,8 @@ class Submissions:
     ) -> SubmissionKey | Refused:
         """What a request is called. `route` is its path without a forced prefix; a retry count that is no number counts as 0.
 
-        Header values come decoded as Latin-1, a character for each byte.
+        MA-E1.6: the API key is part of the name, so requests of two keys never match. Header values come decoded as Latin-1, a
+        character for each byte.
         """
         body_digest = sha256(body).digest()
         name = body_digest

@@ -19,7 +19,10 @@ from perdure.domain.turn import Turn
 
 
 def claim(draft: Draft, thread_id: UUID, worker_id: UUID) -> Turn | None:
-    """Begin the next turn with the head of the mailbox, or None when there is nothing to take."""
+    """Begin the next turn with the head of the mailbox, or None when there is nothing to take.
+
+    MA-B3.5: a session that runs already is not said to run again.
+    """
     thread = draft.thread(thread_id)
     decision = decide_claim(draft.waiting(thread_id), turn_active=thread.turn_id is not None)
     if not isinstance(decision, Take):
@@ -65,7 +68,11 @@ def claim(draft: Draft, thread_id: UUID, worker_id: UUID) -> Turn | None:
 
 
 def consume(draft: Draft, turn: Turn, entry: Input) -> None:
-    """An input becomes part of what the model sees: its place in causal order is fixed here, once."""
+    """An input becomes part of what the model sees: its place in causal order is fixed here, once.
+
+    MA-C5.2: it stands behind all that earlier turns put in, so no turn sees what came while it ran. MA-C5.4: an input that ended before
+    a turn took it never gets here, and is in no history.
+    """
     thread = draft.thread(turn.thread_id)
     position = thread.causal_pos + 1
     draft.change_thread(thread.id, causal_pos=position)
@@ -114,7 +121,7 @@ def adopt(draft: Draft, turn: Turn, worker_id: UUID) -> Turn:
 def give_back(
     draft: Draft, turn: Turn, *, wait: Literal["action", "retry", "capacity"], wake_at: datetime | None
 ) -> Turn:
-    """End an attempt in order: the lease and the charge go back, the slot stays."""
+    """MA-C15.3: end an attempt in order: the lease and the charge go back, the slot stays, and anyone may go on."""
     return draft.change_turn(
         turn.id,
         state="waiting",
@@ -127,7 +134,11 @@ def give_back(
 
 
 def resume_actions(draft: Draft, turn: Turn, actions: tuple[Action, ...]) -> None:
-    """Read the answers of a parked round: each call gets its result, or is run now that it is allowed."""
+    """Read the answers of a parked round: each call gets its result, or is run now that it is allowed.
+
+    MA-C7.7: in the order of the calls, whatever order the answers came in. MA-B1.4: a confirmation is taken here; it is processed when
+    the turn ends.
+    """
     answers = {i.action_id: i for i in draft.taken(turn.id) if i.action_id is not None}
     for action in actions:
         entry = answers.get(action.id)
@@ -152,6 +163,7 @@ def resume_actions(draft: Draft, turn: Turn, actions: tuple[Action, ...]) -> Non
 
 
 def _apply_answer(draft: Draft, turn: Turn, action: Action) -> None:
+    """MA-D2.3: an allowed call gets its one step. MA-D2.4: a denied one runs nothing; its result is the denial."""
     if action.answer == "allow":
         draft.put(
             Step(

@@ -353,6 +353,7 @@ def judge_call(agent: Body, name: str, arguments: dict[str, Any] | None) -> Judg
 
 
 def _refused_call(agent: Body, name: str, *, disabled: bool) -> Judged:
+    """MA-D1.13: a name that nobody has is no failure of the turn: the model reads so, and which tools there are."""
     names = ", ".join(t.name for t in offered_tools(agent)) or "none"
     why = f"The tool {name!r} is not enabled in this session." if disabled else f"No tool has the name {name!r}."
     return Judged(owner="refused", error=f"{why} Nothing was run. Tools that can be called: {names}.")

@@ -57,5 +57,8 @@ def refuse_answer(action: Action | None, answer: Answer, reference: str) -> Refu
 
 
 def still_owed(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """The open actions, in the order of the calls."""
+    """The open actions, in the order of the calls.
+
+    MA-B5.2: their ids are exactly those that `requires_action` names.
+    """
     return tuple(sorted((a for a in actions if a.state == "open"), key=lambda a: (a.round, a.position)))

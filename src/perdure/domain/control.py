@@ -35,7 +35,7 @@ def decide_interrupt(turn: Turn | None, *, in_flight: bool, waiting_count: int) 
     """What an interrupt ends.
 
     MA-C8.1: an idle or parked session is left as it is; a call in flight is cancelled first; otherwise the turn, or the head of the
-    mailbox that no worker has taken yet, ends in the same commit.
+    mailbox that no worker has taken yet, ends in the same commit. MA-C8.9: a turn that waits for its retry ends without another try.
     """
     if turn is None:
         return "end_head" if waiting_count else "nothing"

@@ -65,7 +65,10 @@ class Room(msgspec.Struct, frozen=True):
 
 
 def decide_room(room: Room, *, count: int, size_bytes: int) -> Refused | None:
-    """Whether `count` more waiting inputs of `size_bytes` fit. Nothing is written when they don't."""
+    """Whether `count` more waiting inputs of `size_bytes` fit.
+
+    MA-F10: a thread holds at most 1,000 waiting inputs and 64 MiB of them. MA-C2.4: what goes beyond is refused whole, as `mailbox_full`.
+    """
     if room.waiting_count + count > WAITING_COUNT_MAX:
         return Refused(
             "rate_limited",
@@ -105,7 +108,8 @@ ClaimDecision: TypeAlias = Take | Blocked | Empty
 def decide_claim(waiting: tuple[Input, ...], *, turn_active: bool) -> ClaimDecision:
     """Which waiting inputs the next turn takes: the head in receipt order, with the system message that follows it.
 
-    MA-C4.2: one turn for each message, in receipt order; an older input that is not ready blocks the ones behind it.
+    MA-C4.1: a thread with an open turn takes nothing. MA-C4.2: one turn for each message, in receipt order; an older input that is not
+    ready blocks the ones behind it.
     """
     if turn_active:
         return Blocked("turn_active")

@@ -49,9 +49,8 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
 def project_phase(name: PhaseName, snap: PhaseSnap) -> Phase:
     """The public meaning of one phase row.
 
-    MA-B3.1: one row is one change of status. MA-B5.1: an idle without a reason of its own is `end_turn`, an interrupted turn's too.
-    MA-B5.2: `requires_action` carries the open actions. MA-B5.3: `retries_exhausted` is passed on, never made up. MA-B5.4: a refusal
-    carries the provider's details where it gave any.
+    MA-B5.1: an idle without a reason of its own is `end_turn`, an interrupted turn's too. MA-B5.4: a refusal carries the provider's
+    details where it gave any. Every other reason is passed on as it was stored, never made up.
     """
     status = STATUS_OF_PHASE[name]
     reason: StopReason | None = (snap.stop_reason or "end_turn") if status == "idle" else None
@@ -67,7 +66,7 @@ def project_phase(name: PhaseName, snap: PhaseSnap) -> Phase:
 def may_follow(before: SessionStatus, after: SessionStatus) -> bool:
     """Whether a session may be seen to go from one status to another, row after row.
 
-    MA-B6.1: only these steps happen. MA-B3.5: running is said once for a run of activity. MA-B6.6: nothing follows terminated.
+    MA-B6.1: only these steps happen; running never follows itself, and nothing follows terminated.
     """
     return after in FOLLOWED_BY[before]
 

@@ -77,9 +77,10 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refuse_input(state: SessionState) -> Refused | None:
-    """Why a session in this state takes no input.
+    """Why a session in this state takes no input, and no update.
 
-    MA-G14: an archived or terminated session refuses input; a deleted one is not found.
+    MA-A2.14: an archived or terminated session refuses events. MA-A1.28: it refuses updates too. MA-B6.6: so it stays as it ended.
+    MA-C2.6: one whose deletion has begun is not found.
     """
     if state in ("deleting", "deleted"):
         return Refused("not_found", "session_not_found", "Session not found.")
@@ -93,7 +94,10 @@ def refuse_input(state: SessionState) -> Refused | None:
 
 
 def refuse_archive(state: SessionState, status: SessionStatus, waiting_count: int) -> Refused | None:
-    """Why a session can't be archived now. Input that waits counts as running (no input is lost by archiving)."""
+    """Why a session can't be archived now.
+
+    MA-G14: while it runs it is not archived. Input that waits counts as running: none is lost by archiving.
+    """
     if state in ("deleting", "deleted"):
         return Refused("not_found", "session_not_found", "Session not found.")
     if status in ("running", "rescheduling"):
@@ -113,7 +117,10 @@ def refuse_archive(state: SessionState, status: SessionStatus, waiting_count: in
 
 
 def refuse_delete(state: SessionState, status: SessionStatus) -> Refused | None:
-    """Why a session can't be deleted now. A deletion already under way is joined, not refused."""
+    """Why a session can't be deleted now. A deletion already under way is joined, not refused.
+
+    MA-C11.1: a running or rescheduling session is not deleted.
+    """
     if state == "deleted":
         return Refused("not_found", "session_not_found", "Session not found.")
     if status in ("running", "rescheduling"):

@@ -50,7 +50,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 def decide_dispatch(steps: Sequence[Step], parallel_max: int) -> tuple[Step, ...]:
     """Which prepared steps start now, given all unsettled ones of a turn.
 
-    MA-C6.4: calls of one reply run beside each other up to a limit, those that share a shell one after the other, in call order.
+    MA-D1.14: calls of one reply run beside each other up to a limit, those that share a shell one after the other, in call order.
     """
     running = [s for s in steps if s.state == "dispatched"]
     room = parallel_max - len(running)
@@ -69,7 +69,8 @@ def decide_dispatch(steps: Sequence[Step], parallel_max: int) -> tuple[Step, ...
 def decide_lost(step: Step) -> Literal["forget", "repeat", "ambiguous"]:
     """What becomes of a step whose worker is gone.
 
-    MA-C9.4: a call that was started and has no result is never run again by itself, unless running it twice is harmless.
+    MA-C9.3: one that was prepared and not started stays as it is, and is run by whoever goes on. MA-C9.4: a call that was started and
+    has no result is never run again by itself, unless running it twice is harmless.
     """
     if step.state == "prepared":
         return "forget"
@@ -79,7 +80,7 @@ def decide_lost(step: Step) -> Literal["forget", "repeat", "ambiguous"]:
 def decide_retry(failures: int, retry_after_ms: int | None) -> int | None:
     """Milliseconds until the next try after `failures` failed ones, or None when the budget is spent.
 
-    MA-C10.2: three tries, one second doubling to sixty, or what the provider asked for.
+    MA-F14: there are three tries. MA-C10.2: they are one second apart, doubling to sixty, or what the provider asked for, up to that.
     """
     if failures >= MODEL_TRIES_MAX:
         return None

@@ -74,8 +74,9 @@ SubmissionDecision: TypeAlias = New | Repeat | Refused
 def decide_submission(key: SubmissionKey | None, record: Submission | None, now: datetime) -> SubmissionDecision:
     """Whether a request was admitted before.
 
-    An explicit key always decides. Without one only an SDK's own retry can be a repeat: it counts its tries, and its first response
-    was not written, or so lately, on a connection left alone since, that the client may have missed it.
+    MA-E1.4: an explicit key always decides: with the same body it is a repeat, with another one a misuse. MA-E1.1: without a key an
+    SDK's own retry is a repeat: it counts its tries, and its first response was not written, or so lately, on a connection left alone
+    since, that the client may have missed it. MA-E1.2: a request that is not such a retry is new, however equal.
     """
     if key is None or record is None:
         return New()

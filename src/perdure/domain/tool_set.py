@@ -28,8 +28,8 @@ Config = dict[str, Any]
 def read_tools(value: Any, path: str) -> list[Config]:
     """The tools, resolved. Raises `Misfit`.
 
-    MA-F5: at most 256 tools over all sets. MA-D5.1: a custom tool may not take the name of an enabled built-in one. MA-A5.17: MCP tool
-    sets and the policy `auto` are refused by name.
+    MA-F5: at most 256 tools over all sets. MA-D5.1: a custom tool may not take the name of another one, or of an enabled built-in one.
+    MA-A5.17: MCP tool sets and the policy `auto` are refused by name.
     """
     tools: list[Config] = []
     names: set[str] = set()

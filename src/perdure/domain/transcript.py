@@ -1,6 +1,6 @@
 """The transcript: what the model provider needs back, and how it becomes the messages of the next call.
 
-MA-C5.2: the model reads causal order: each consumed input, then the output of its turn, before any later input.
+It is kept in causal order: each consumed input, then the output of its turn, before any later input.
 """
 
 from collections.abc import Iterable
@@ -50,6 +50,8 @@ def build_messages(entries: Iterable[TranscriptEntry]) -> list[dict[str, Any]]:
 
     Holds for any history the ledger can hold: roles alternate, the first message is the user's, no text is blank, each call is paired
     with exactly one result that opens the next user message, and thinking is as the provider signed it.
+
+    MA-C5.5: the results of a round stand together at the head of one message, in the order of the calls.
     """
     messages: list[dict[str, Any]] = []
     for entry in entries:

@@ -69,7 +69,8 @@ class Lease(msgspec.Struct, frozen=True):
 def holds(turn: Turn, lease: Lease) -> bool:
     """Whether the holder of this lease may still write for the turn.
 
-    MA-C15.5: a worker that lost its turn to another attempt, to an interrupt or to the turn's end writes nothing more.
+    MA-C15.5: a worker that lost its turn to another attempt, to an interrupt or to the turn's end writes nothing more. MA-C6.4: so a
+    late result of its calls is dropped.
     """
     return (
         turn.id == lease.turn_id

@@ -98,7 +98,8 @@ class _Runner:
                     return
                 await asyncio.sleep(RETRY_S)
             answer = await self._first()
-            while isinstance(answer, Perform | Working):
+            # Under another name than the one that holds the turn, nothing of it is ours any more.
+            while isinstance(answer, Perform | Working) and self.engine.seat.id == self._worker_id:
                 self._obey(answer)
                 answer = await self._advance(await self._next())
         finally:
@@ -286,6 +287,10 @@ class EmbeddedEngine:
 
     def _take(self, key: tuple[UUID, UUID], claimed: Perform) -> None:
         """Run a turn that is ours already. No runner can be there: none was at the offer, and `kick` left the thread alone since."""
+        if self._fenced:
+            # Claimed under a name that is dead by now: it is taken over like any other turn of the dead.
+            self._pending.setdefault(key)
+            return
         runner = _Runner(self, *key, claimed)
         task = asyncio.create_task(self._supervise(runner), name=f"turn-{key[0]}")
         self._runners[key] = (runner, task)

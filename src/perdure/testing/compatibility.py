@@ -81,11 +81,11 @@ class SdkMethod(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """One row of a contract page. `reason` is filled only for excused rules, `owner` only for owned ones."""
+    """One row of a contract page. `owner` is the module of an owned or core rule, `reason` that of an excused one."""
 
     id: str
     text: str
-    kind: Literal["owned", "face", "excused"]
+    kind: Literal["owned", "core", "face", "excused"]
     owner: str
     reason: str
     page: str
@@ -209,27 +209,30 @@ def _rule_of(line: str, *, where: str, page: str) -> Rule:
     match kind:
         case "owned" if re.fullmatch(r"domain/[a-z_]+", detail):
             return Rule(row["id"], row["text"].strip(), "owned", detail, "", page)
+        case "core" if re.fullmatch(r"core/[a-z_]+", detail):
+            return Rule(row["id"], row["text"].strip(), "core", detail, "", page)
         case "face" if not detail:
             return Rule(row["id"], row["text"].strip(), "face", "", "", page)
         case "excused" if detail:
             return Rule(row["id"], row["text"].strip(), "excused", "", detail, page)
         case _:
             raise Malformed(
-                f"{where}: status {row['status']!r} is none of `owned: domain/module`, `face`, `excused: reason`"
+                f"{where}: status {row['status']!r} is none of `owned: domain/module`, `core: core/module`, `face`, "
+                "`excused: reason`"
             )
 
 
-def read_claims(domain: Path) -> dict[str, list[str]]:
-    """Rule id -> the docstrings under `domain` that name it, each as `module:object`."""
+def read_claims(*folders: Path) -> dict[str, list[str]]:
+    """Rule id -> the docstrings below these folders that name it, as `folder/module:object`, once for each time they do."""
     claims: dict[str, list[str]] = {}
-    for file in sorted(domain.rglob("*.py")):
+    for folder, file in ((folder, file) for folder in folders for file in sorted(folder.rglob("*.py"))):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             name = "" if isinstance(node, ast.Module) else node.name
-            where = f"{file.relative_to(domain.parent).with_suffix('').as_posix()}:{name}"
-            for rule_id in sorted(set(_RULE_CLAIM.findall(ast.get_docstring(node) or ""))):
+            where = f"{file.relative_to(folder.parent).with_suffix('').as_posix()}:{name}"
+            for rule_id in sorted(_RULE_CLAIM.findall(ast.get_docstring(node) or "")):
                 claims.setdefault(rule_id, []).append(where)
     return claims
 
@@ -282,7 +285,7 @@ def render(page: Page) -> str:
         ),
     ]
     for name in dict.fromkeys(rule.page for rule in page.rules):
-        lines += ["", f"## Rules: [{name}](contracts/{name}.md)", "", "| Rule | State | Proved by | Decided in |"]
+        lines += ["", f"## Rules: [{name}](contracts/{name}.md)", "", "| Rule | State | Proved by | Kept by |"]
         lines += ["|---|---|---|---|"]
         lines += [
             f"| {rule.id} | {state} | {proof} | {_claim_cell(page.claims.get(rule.id, ()))} |"
@@ -358,7 +361,7 @@ def build_page(root: Path, *, proofs: Proofs, served: Iterable[str] = SERVED) ->
             methods=read_sdk_methods(),
             served=frozenset(served),
             rules=read_rules(root / "docs" / "contracts"),
-            claims=read_claims(root / "src" / "perdure" / "domain"),
+            claims=read_claims(*(root / "src" / "perdure" / folder for folder in ("domain", "core"))),
             proofs=proofs,
         )
     )

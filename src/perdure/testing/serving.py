@@ -179,7 +179,9 @@ class Told:
         return await self.until_idle(idles + 1)
 
     @asynccontextmanager
-    async def stream(self, *, last_id: str | None = None, deltas: Sequence[str] = ()) -> AsyncGenerator[httpx2.Response]:
+    async def stream(
+        self, *, last_id: str | None = None, deltas: Sequence[str] = ()
+    ) -> AsyncGenerator[httpx2.Response]:
         """The raw stream, from the moment its headers are here."""
         headers = {} if last_id is None else {"last-event-id": last_id}
         query = {"event_deltas[]": list(deltas)}
@@ -269,9 +271,7 @@ class Served:
             "system": system,
             "tools": list(tools),
         }
-        created = await self.client.beta.sessions.create(
-            agent=agent, environment_id=self.environment_id, **fields
-        )
+        created = await self.client.beta.sessions.create(agent=agent, environment_id=self.environment_id, **fields)
         told = Told(self, script, created.to_dict(mode="json"))
         self.made.append(told)
         return told

@@ -122,7 +122,7 @@ class Frame:
 async def frames_of(response: httpx2.Response) -> AsyncGenerator[Frame, None]:
     """The frames of an open stream, as they come; comments are left out."""
     fields: dict[str, str] = {}
-    async for line in response.aiter_lines():
+    async for line in _lines_of(response):
         if line:
             name, _, value = line.partition(":")
             if name:
@@ -130,6 +130,15 @@ async def frames_of(response: httpx2.Response) -> AsyncGenerator[Frame, None]:
         elif fields:
             yield Frame(fields["event"], fields.get("id", ""), json.loads(fields["data"]))
             fields = {}
+
+
+async def _lines_of(response: httpx2.Response) -> AsyncGenerator[str, None]:
+    """Lines as streams know them: ended by a line feed alone, whatever else Unicode ends lines with."""
+    rest = b""
+    async for chunk in response.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode()
 
 
 def merged(events: Sequence[Json], more: Iterable[Json]) -> list[Json]:
