@@ -225,13 +225,13 @@ def _rule_of(line: str, *, where: str, page: str) -> Rule:
 def read_claims(*folders: Path) -> dict[str, list[str]]:
     """Rule id -> the docstrings below these folders that name it, as `folder/module:object`, once for each time they do."""
     claims: dict[str, list[str]] = {}
-    for folder, file in ((folder, file) for folder in folders for file in sorted(folder.rglob("*.py"))):
+    for root, file in ((folder, file) for folder in folders for file in sorted(folder.rglob("*.py"))):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             name = "" if isinstance(node, ast.Module) else node.name
-            where = f"{file.relative_to(folder.parent).with_suffix('').as_posix()}:{name}"
+            where = f"{file.relative_to(root.parent).with_suffix('').as_posix()}:{name}"
             for rule_id in sorted(_RULE_CLAIM.findall(ast.get_docstring(node) or "")):
                 claims.setdefault(rule_id, []).append(where)
     return claims

@@ -1,12 +1,15 @@
 """How the tests of this folder drive an environment: short calls, text out, and waits on facts."""
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from perdure.environments.local import LocalEnvironment
 from perdure.ports.environment import Networking, ToolCall, ToolResult
@@ -78,6 +81,16 @@ def running_with(token: str) -> list[int]:
                     found.append(int(entry.name))
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue
+    return found
+
+
+def children_with(token: str) -> list[int]:
+    """Pids below this test process whose command line holds `token`; another test run's are not ours to count."""
+    found: list[int] = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if token in " ".join(child.cmdline()):
+                found.append(child.pid)
     return found
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.unit.environments.driving import Driver, running_with, until
+from tests.unit.environments.driving import Driver, children_with, until
 
 from perdure.environments.tools import READ_ONLY_TOOLS, TOOL_DEFINITIONS
 from perdure.environments.workspace import Workspace
@@ -302,17 +302,17 @@ async def test_a_catastrophic_pattern_is_killed_and_the_loop_stays_free(driver: 
     result = await searching
     assert result.is_error
     assert result.content[0]["text"] == "grep: took longer than 1500 ms and was stopped"
-    assert running_with("environments/search.py") == []
+    assert children_with("environments/search.py") == []
 
 
 async def test_cancelling_a_search_kills_it(driver: Driver) -> None:
     await driver.ok("write", file_path="trap", content="a" * 60 + "!")
     searching = asyncio.create_task(driver.call("grep", pattern="(a+)+$"))
-    await until(lambda: running_with("environments/search.py") != [], "the search runs")
+    await until(lambda: children_with("environments/search.py") != [], "the search runs")
     searching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await searching
-    assert running_with("environments/search.py") == []
+    assert children_with("environments/search.py") == []
 
 
 # Long results
