@@ -63,7 +63,9 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, *, f
     try:
         return msgspec.convert(merged, Settings, strict=False, dec_hook=_hook)
     except msgspec.ValidationError as error:
-        raise BadSetting(f"A setting can't be used: {error}. Look at the flags, PERDURE_* in the environment, and perdure.toml.") from None
+        raise BadSetting(
+            f"A setting can't be used: {error}. Look at the flags, PERDURE_* in the environment, and perdure.toml."
+        ) from None
 
 
 def _from_file(file: Path | None) -> dict[str, Any]:

@@ -4,8 +4,8 @@ The model runs in one child process, started on first use and again after it die
 when the pipe to it closes.
 """
 
-import contextlib
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import AsyncGenerator

@@ -158,9 +158,8 @@ def compose(
     else:
         parameters.append([c.expected_rev for c in batch])
         parameters.append(SESSION.tuples(sessions))
-    for table in CHILDREN:
-        if table.name in names and not (create and table.kind is Submission):
-            parameters.append(table.tuples(by_table[table.kind]))
+    written = (t for t in CHILDREN if t.name in names and not (create and t.kind is Submission))
+    parameters.extend(table.tuples(by_table[table.kind]) for table in written)
     if stamps:
         parameters += [
             [s.session_id for s in stamps],

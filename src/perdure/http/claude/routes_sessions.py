@@ -30,9 +30,7 @@ ROUTES: Final[tuple[AnyRoute, ...]] = (
     Route(method="GET", template=_SESSION, handler=retrieve_session, sdk_method="sessions.retrieve"),
     Route(method="POST", template=_SESSION, handler=update_session, sdk_method="sessions.update"),
     Route(method="POST", template=_SESSION + "/archive", handler=archive_session, sdk_method="sessions.archive"),
-    Route(
-        method="DELETE", template=_SESSION, handler=delete_session, sdk_method="sessions.delete", submits_once=True
-    ),
+    Route(method="DELETE", template=_SESSION, handler=delete_session, sdk_method="sessions.delete", submits_once=True),
     Route(
         method="POST",
         template=_SESSION + "/events",
