@@ -3,6 +3,7 @@
 A batch is admitted whole or not at all, in the order given.
 """
 
+from itertools import pairwise
 from uuid import UUID
 
 import msgspec
@@ -89,7 +90,7 @@ def check(draft: Draft, thread_id: UUID, arrivals: tuple[Arrival, ...]) -> Refus
     thread = draft.thread(thread_id)
     turn = draft.turn_of(thread_id)
     parked = turn is not None and turn.state == "waiting" and turn.wait == "action"
-    queued = [a for a in arrivals if a.kind in ("message", "system")]
+    queued = [a for before, a in pairwise((None, *arrivals)) if a is not None and _waits(a, before)]
     refused = decide_room(
         Room(thread.waiting_count, thread.waiting_bytes), count=len(queued), size_bytes=sum(len(a.body) for a in queued)
     )
@@ -108,6 +109,13 @@ def check(draft: Draft, thread_id: UUID, arrivals: tuple[Arrival, ...]) -> Refus
             return msgspec.structs.replace(refused, param=arrival.param)
         previous = arrival.kind
     return None
+
+
+def _waits(arrival: Arrival, before: Arrival | None) -> bool:
+    """Whether an event will wait in the mailbox: a message does, and a system message unless it goes with an answer."""
+    if arrival.kind == "system":
+        return before is None or before.answer is None
+    return arrival.kind == "message"
 
 
 def _kind(previous: str | None) -> InputKind | None:

@@ -38,6 +38,8 @@ SHELL_RESTARTED: Final = (
     "[The shell was restarted: working directory, variables and background processes are gone; files are kept]"
 )
 
+FOLDER_LOST: Final = "[The working folder of this session was lost: its files are gone, and it starts empty]"
+
 _SESSION: Final = re.compile(r"[a-z0-9_]{1,128}")
 _FRESH_NEXT: Final = "working directory, variables and background processes are gone; the next call gets a fresh shell"
 
@@ -50,6 +52,8 @@ class _Slot:
         self.attach_lock = asyncio.Lock()
         self.attached = False
         self.destroyed = False
+        self.lost = False
+        """The folder of earlier calls was gone when this process met the session, and the model has not been told."""
         self.shell: Shell | None = None
         self.networking: Networking = "none"
         self.calls = 0
@@ -85,8 +89,12 @@ class LocalEnvironment:
         try:
             arguments = check_arguments(call.name, call.arguments)
             async with self._occupied(call.session) as slot:
-                result = await self._perform(slot, call, arguments)
-                return await self._fit(call, result)
+                result = await self._fit(call, await self._perform(slot, call, arguments))
+                if slot.lost:
+                    slot.lost = False
+                    notice = {"type": "text", "text": FOLDER_LOST}
+                    result = ToolResult(content=[notice, *result.content], is_error=result.is_error)
+                return result
         except ToolRefused as error:
             # A field's name is the model's own text and may be anything.
             return _text_result(clean_text(str(error))[:REFUSAL_CHARACTERS_MAX], is_error=True)
@@ -294,8 +302,13 @@ class LocalEnvironment:
                 del self._slots[session]
 
     async def _attach(self, session: str) -> None:
-        """First contact of this process with a session."""
-        self._folder(session).mkdir(mode=0o700, parents=True, exist_ok=True)
+        """First contact of this process with a session. A folder that was there before and is gone is never replaced silently."""
+        folder = self._folder(session)
+        made = self._markers.made_before(session)
+        self._slots[session].lost = made and not folder.exists()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not made:
+            self._markers.note_made(session)
         await self._kill_marked(session)
 
     async def _kill_marked(self, session: str) -> None:
@@ -319,6 +332,7 @@ class LocalEnvironment:
                 await slot.shell.kill()
         await self._kill_marked(session)
         self._markers.remove(session)
+        self._markers.forget_made(session)
         trash = self._root / ".trash"
         with contextlib.suppress(FileNotFoundError):
             folder = self._folder(session)

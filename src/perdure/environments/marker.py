@@ -53,5 +53,21 @@ class MarkerFolder:
         with contextlib.suppress(FileNotFoundError):
             self._path(session).unlink()
 
+    def made_before(self, session: str) -> bool:
+        """Whether this session's folder was made here at some time."""
+        return self._made(session).exists()
+
+    def note_made(self, session: str) -> None:
+        """The folder is there from now on."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._made(session).touch(mode=0o600)
+
+    def forget_made(self, session: str) -> None:
+        """The folder was removed on purpose. Repeatable."""
+        self._made(session).unlink(missing_ok=True)
+
+    def _made(self, session: str) -> Path:
+        return self._folder / f"{session}.made"
+
     def _path(self, session: str) -> Path:
         return self._folder / f"{session}.json"

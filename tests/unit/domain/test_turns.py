@@ -20,8 +20,10 @@ from tests.unit.domain.stage import (
 )
 
 from perdure.domain.errors import Fenced
+from perdure.domain.mailbox import WAITING_COUNT_MAX
 from perdure.domain.turn import CHARGE_MAX, CUT_ROUNDS_MAX, ROUNDS_MAX
 from perdure.ports.ledger import (
+    Accepted,
     ArchiveSession,
     DeleteSession,
     Done,
@@ -440,3 +442,11 @@ def test_a_withdrawn_message_leaves_the_session_idle() -> None:
     assert stage.inputs() == [("message", "cancelled", "withdrawn")]
     assert stage.phases() == ["active", "idle"]
     assert stage.commit(withdraw).code == "input_not_waiting"
+
+
+def test_a_full_mailbox_takes_an_answer_with_its_system_message() -> None:
+    """Neither waits: both go to the parked turn."""
+    stage = Stage(message())
+    stage.report(replied(stage.look().steps[0], "custom"))
+    stage.send(*[message() for _ in range(WAITING_COUNT_MAX)])
+    assert isinstance(stage.send(answer(stage.actions[0]), system()), Accepted)

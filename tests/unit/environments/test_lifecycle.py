@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from tests.unit.environments.driving import Driver, in_sessions_of, running_with, text_of, until
 
 from perdure.environments import selftest
-from perdure.environments.local import SHELL_RESTARTED, LocalEnvironment
+from perdure.environments.local import FOLDER_LOST, SHELL_RESTARTED, LocalEnvironment
 from perdure.environments.processes import ProcessMark, is_alive, mark_process, open_marked
 from perdure.environments.sandbox import SandboxMissing, Spawned, spawn_sandboxed
 from perdure.ports.environment import EnvironmentUnavailable, Networking
@@ -76,7 +77,7 @@ async def test_without_an_earlier_shell_there_is_no_notice(driver: Driver) -> No
 
 async def test_a_later_environment_kills_a_tree_that_still_runs(driver: Driver) -> None:
     await driver.bash("sleep 9999.25 & (until [ -e go ]; do sleep 0.01; done; touch late) & disown")
-    assert running_with("9999.25") != []
+    await until(lambda: running_with("9999.25") != [], "the shell has begun it")
     later = Driver(LocalEnvironment(driver.root), driver.root)
     # Any tool: the old tree must not write beside the first call of the new process.
     await later.ok("write", file_path="go", content="")
@@ -262,3 +263,20 @@ async def test_where_the_sandbox_holds_the_unsafe_override_changes_nothing(tmp_p
     assert await driver.environment.problems() == []
     assert await driver.bash("pwd") == "/workspace"
     await driver.environment.close()
+
+
+@pytest.mark.rule("MA-C13.2")
+async def test_folder_that_was_lost_is_not_replaced_silently(tmp_path: Path) -> None:
+    """One that a new process finds missing is told of once, with the next result; one that was removed on purpose is not."""
+    first = Driver(LocalEnvironment(tmp_path), tmp_path)
+    await first.ok("write", file_path="a.txt", content="kept")
+    await first.environment.close()
+    shutil.rmtree(first.folder)
+
+    second = Driver(LocalEnvironment(tmp_path), tmp_path)
+    told = await second.call("glob", pattern="*")
+    assert told.content[0]["text"] == FOLDER_LOST
+    assert len((await second.call("glob", pattern="*")).content) == 1
+    await second.environment.destroy(second.session)
+    assert len((await second.call("glob", pattern="*")).content) == 1
+    await second.environment.close()
