@@ -143,7 +143,18 @@ class Writer:
         for pending in (*self._in_hand, *self._queue):
             _fail(pending, Unavailable("the server is shutting down"))
         self._queue.clear()
+        await self._leave()
         self._drop()
+
+    async def _leave(self) -> None:
+        """Take our row along: it says nothing to anybody any more."""
+        if self._connection is None or self._connection.is_closed():
+            return
+        try:
+            await self._connection.execute("delete from writer where id = $1", self._id)
+        except Exception as error:
+            if not (is_lost(error) or is_busy(error)):
+                raise
 
     async def submit(self, command: Command) -> Result:
         """Queue a command and wait for its commit.
