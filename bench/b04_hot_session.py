@@ -2,7 +2,7 @@
 
 from bench import load
 from bench.b01_admit_latency import check
-from bench.b02_admit_throughput import admit
+from bench.b02_admit_throughput import WARM_S, admit
 from bench.pairs import Figure, Pair, of_pairs, run_pairs
 from bench.run import Bench, Size, admitting
 
@@ -28,7 +28,7 @@ def measure(size: Size) -> list[Figure]:
 def _pair(bench: Bench, size: Size) -> Pair:
     before_ms = bench.disk_ms()
     spread, _ = admit(bench, CLIENTS, size)
-    sessions = bench.sessions(2 + int(size.slice_s * RATE_MAX / load.SESSION_POSTS_MAX))
+    sessions = bench.sessions(2 + int((WARM_S + size.slice_s) * RATE_MAX / load.SESSION_POSTS_MAX))
     hot = load.run(
         load.Order(
             url=bench.subject.url,
@@ -37,6 +37,7 @@ def _pair(bench: Bench, size: Size) -> Pair:
             clients=CLIENTS,
             shared=True,
             seconds_max=size.slice_s,
+            warm_s=WARM_S,
         )
     )
     check(hot)

@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import anthropic
 import pytest
+from structlog.testing import capture_logs
 from tests.unit.http.serving import VERSION, Serving, exchange, serve
 
 from perdure.core.submissions import Attempt, Submissions
@@ -183,14 +184,13 @@ async def test_a_body_that_stops_coming_is_408_and_ends_its_connection(probing: 
     assert b"connection: close" in answer and b"request_timeout" in answer
 
 
-async def test_a_failure_is_500_in_the_envelope_and_tells_nothing(
-    probing: Serving, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with probing.http() as http:
-        answer = await http.post("/v1/fail", headers=probing.signed(), content=b"private words")
+async def test_a_failure_is_500_in_the_envelope_and_tells_nothing(probing: Serving) -> None:
+    with capture_logs() as logs:
+        async with probing.http() as http:
+            answer = await http.post("/v1/fail", headers=probing.signed(), content=b"private words")
     assert answer.status_code == 500
     assert answer.json()["request_id"] in answer.json()["error"]["message"]
-    logged = "".join(capsys.readouterr())
+    logged = repr(logs)
     assert answer.json()["request_id"] in logged and "KeyError" in logged and "fail" in logged
     for text in (answer.text, logged):
         assert "private words" not in text and "Traceback" not in text
