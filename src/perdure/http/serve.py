@@ -112,6 +112,8 @@ class HttpServer:
             access_log=False,
             log_config=None,
             server_header=False,
+            # Who connects is who connects: no header of a client may say otherwise.
+            proxy_headers=False,
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
