@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     machine = about()
     figures: list[Figure] = []
     failed: dict[str, str] = {}
+    path = RESULTS / f"{datetime.now(UTC):%Y%m%dT%H%M%S}.json"
     for name in given.only:
         began = time.monotonic()
         try:
@@ -69,23 +70,23 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{name} failed: {failed[name]}", file=sys.stderr, flush=True)
             continue
         figures += measured
+        # After each, so that a run that is cut short leaves what it had.
+        write(path, machine | {"quick": given.quick}, figures, failed)
         print(f"{name} took {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     print(f"{machine['cores']} cores, load {', '.join(f'{n:.1f}' for n in machine['load_average'])} at the start")
     if given.quick:
         print("A smoke: these figures say nothing.")
     print(table(figures))
-    path = write(machine | {"quick": given.quick}, figures, failed)
+    write(path, machine | {"quick": given.quick}, figures, failed)
     print(f"\nWritten to {path}")
     return 1 if failed else 0
 
 
-def write(machine: dict[str, Any], figures: Sequence[Figure], failed: dict[str, str]) -> Path:
+def write(path: Path, machine: dict[str, Any], figures: Sequence[Figure], failed: dict[str, str]) -> None:
     """Keep everything, raw pairs included."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{datetime.now(UTC):%Y%m%dT%H%M%S}.json"
+    path.parent.mkdir(exist_ok=True)
     rows = [asdict(f) | {"met": f.met} for f in figures]
     path.write_text(json.dumps({"machine": machine, "figures": rows, "failed": failed}, indent=1, default=str) + "\n")
-    return path
 
 
 if __name__ == "__main__":

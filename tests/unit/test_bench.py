@@ -157,10 +157,11 @@ def test_a_name_that_is_no_benchmark_is_refused(capsys: pytest.CaptureFixture[st
     assert program.read_arguments([]).only == list(program.BENCHES)
 
 
-def test_what_was_measured_is_kept_with_its_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "RESULTS", tmp_path / "results")
+def test_what_was_measured_is_kept_with_its_pairs(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "one.json"
     figure = pairs.of_pairs("B1", "x", [pair(2, 1)] * 5, target=3, sense="at most", unit="ms")
-    kept = json.loads(program.write(program.about(), [figure], {"B2": "RuntimeError: x"}).read_text())
+    program.write(path, program.about(), [figure], {"B2": "RuntimeError: x"})
+    kept = json.loads(path.read_text())
     assert kept["figures"][0]["met"] is True and len(kept["figures"][0]["raw"]["pairs"]) == 5
     assert kept["failed"] == {"B2": "RuntimeError: x"}
 
