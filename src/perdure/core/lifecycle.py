@@ -13,6 +13,7 @@ from perdure.domain.errors import Refused
 from perdure.domain.event import UpdateSnap, encode
 from perdure.domain.mailbox import companions
 from perdure.domain.session import Session, SessionConfig, Thread, refuse_archive, refuse_delete, refuse_input
+from perdure.domain.shape import METADATA_PAIRS_MAX
 from perdure.domain.submission import Repeat, decide_submission
 from perdure.ports.ledger import (
     ArchiveSession,
@@ -23,9 +24,6 @@ from perdure.ports.ledger import (
     UpdateSession,
     WithdrawInput,
 )
-
-METADATA_PAIRS_MAX = 16
-"""Pairs of metadata after a merge: the limit of both wires."""
 
 _NOT_FOUND = Refused("not_found", "session_not_found", "Session not found.")
 

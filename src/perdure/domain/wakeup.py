@@ -12,8 +12,6 @@ from perdure.domain.turn import Turn
 SWEEP_MS: Final = 2_000
 """A lost hint costs at most this."""
 
-BACKOFF_MS_MAX: Final = 30_000
-
 
 class Wakeup(msgspec.Struct, frozen=True, kw_only=True):
     """Look at this thread, not before `due_at`."""

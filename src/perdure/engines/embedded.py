@@ -26,7 +26,6 @@ from perdure.ports.ledger import (
     ModelErred,
     Perform,
     Release,
-    Retry,
     StepOutcome,
     Stopped,
     Working,
@@ -471,6 +470,3 @@ class EmbeddedEngine:
         """We have a seat again."""
         self._fenced = False
         self._fill()
-
-
-__all__ = ["EmbeddedEngine", "Performer", "Retry", "WorkerSeat"]

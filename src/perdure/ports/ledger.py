@@ -13,7 +13,7 @@ import msgspec
 
 from perdure.domain.barrier import Action, Answer
 from perdure.domain.errors import Fenced, Refused
-from perdure.domain.event import Event, ItemKind
+from perdure.domain.event import Event
 from perdure.domain.mailbox import Input, InputKind
 from perdure.domain.session import Session, SessionConfig, SessionStatus, Thread
 from perdure.domain.step import OnLost, Step
@@ -426,6 +426,3 @@ class Ledger(Protocol):
     async def read_work(self, limit: int) -> Sequence[Work]:
         """Threads whose wakeup is due, oldest first; looking moves nothing."""
         ...
-
-
-PublicItem: TypeAlias = ItemKind
