@@ -13,6 +13,7 @@ LONG = Text("three deltas and then silence, which this text would not be")
 
 
 @pytest.mark.case("B049")
+@pytest.mark.rule("MA-F15")
 @pytest.mark.parametrize("silent_after", [3, 0], ids=["after three deltas", "from the start"])
 async def test_a_stalled_stream_is_called_again(site: Site, silent_after: int) -> None:
     """Elsewhere a silent stream froze the turn for hours; here the call is given up at its deadline and made again."""

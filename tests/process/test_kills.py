@@ -248,6 +248,7 @@ async def durable_world(
 
 
 @pytest.mark.case("B046")
+@pytest.mark.rule("MA-C10.6")
 @pytest.mark.parametrize("how", ["cut", "killed", "stopped"])
 async def test_database_that_goes_away_during_model_calls_costs_nothing(
     durable_world: World, durable_postgres: DurablePostgres, how: str
@@ -277,6 +278,8 @@ async def test_database_that_goes_away_during_model_calls_costs_nothing(
     turns = await world.pool.fetch("select id, attempt_no from turn")
     assert {(r["id"], r["attempt_no"]) for r in turns} >= running, "nobody took over from a living worker"
     assert (await world.request("GET", "/readyz")).status == 200
+    for session in world.workspaces.values():
+        assert [e for e in await world.listed(session) if e["type"] == "session.error"] == [], "our trouble, not theirs"
     await world.check()
 
 

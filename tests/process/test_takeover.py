@@ -114,6 +114,7 @@ async def test_worker_of_a_lost_host_is_followed_within_fifteen_seconds(world: W
     await world.check()
 
 
+@pytest.mark.rule("MA-C3.2")
 async def test_two_workers_share_one_mailbox_without_ever_running_it_twice(world: World) -> None:
     """Many sessions with several messages each, two workers that both hear of everything."""
     await world.serve("serve")

@@ -54,14 +54,14 @@ class Script:
 
     def __init__(self) -> None:
         self.gates: dict[str, Gate] = {}
-        """By name of a plan: held there once, the first time that it is asked for."""
+        """By name of a plan, held there once, the first time that it is asked for; or by name and reply, as `a-1`."""
         self.calls: dict[str, int] = defaultdict(int)
         """By name and reply, how often it was asked."""
 
     def __call__(self, request: RecordedRequest) -> Reply:
         kind, name, steps = plan_of(request.body)
         self.calls[f"{name}-{steps}"] += 1
-        gate = self.gates.pop(name, None)
+        gate = self.gates.pop(name, None) or self.gates.pop(f"{name}-{steps}", None)
         commands = {
             "tool": f"echo {name} >> effects",
             "slowtool": f"echo {name} >> effects; sleep 1.5",

@@ -20,6 +20,7 @@ from tests.unit.domain.stage import (
 )
 
 from perdure.domain.errors import Fenced
+from perdure.domain.event import Event
 from perdure.domain.mailbox import WAITING_COUNT_MAX
 from perdure.domain.turn import CHARGE_MAX, CUT_ROUNDS_MAX, ROUNDS_MAX
 from perdure.ports.ledger import (
@@ -66,6 +67,20 @@ def test_a_message_makes_an_idle_session_run() -> None:
     (model,) = stage.look().steps
     stage.report(replied(model))
     assert stage.session.status == "idle"
+
+
+@pytest.mark.rule("MA-C3.2")
+def test_wakeups_that_come_twice_or_late_start_nothing_twice() -> None:
+    """Two workers were woken for one message, and both once more after its turn had ended."""
+    stage = Stage(message())
+    (model,) = stage.look().steps
+    assert not isinstance(stage.look(OTHER), Perform)
+    assert stage.report(replied(model)) == Idle()
+    events = len(stage.oracle.all(Event))
+    for worker in (WORKER, OTHER):
+        assert stage.look(worker) == Idle()
+    assert len(stage.turns) == 1
+    assert len(stage.oracle.all(Event)) == events
 
 
 @pytest.mark.rule("MA-C10.7", "MA-B5.4")

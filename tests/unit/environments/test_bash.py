@@ -5,7 +5,9 @@ import asyncio
 import pytest
 from tests.unit.environments.driving import Driver, running_with, text_of, until
 
+from perdure.environments import local, tools
 from perdure.environments.local import SHELL_RESTARTED
+from perdure.harnesses import loop
 
 
 async def test_state_lasts_from_command_to_command(driver: Driver) -> None:
@@ -65,6 +67,14 @@ async def test_its_own_timeout_kills_the_command_and_its_shell(driver: Driver) -
     assert told.startswith("begun\n[timed out after 300 ms; the command and its shell were killed: ")
     assert running_with("1234.25") == []
     assert await driver.bash("echo $x.") == "."
+
+
+@pytest.mark.rule("MA-F15")
+async def test_without_a_wish_a_command_has_two_minutes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (tools.BASH_TIMEOUT_MS_DEFAULT, tools.BASH_TIMEOUT_MS_MAX) == (loop.TOOL_MS, loop.SHELL_MS)
+    assert (loop.TOOL_MS, loop.SHELL_MS, loop.STALL_MS) == (120_000, 600_000, 120_000)
+    monkeypatch.setattr(local, "BASH_TIMEOUT_MS_DEFAULT", 300)
+    assert "[timed out after 300 ms" in await driver.error("bash", command="sleep 60")
 
 
 async def test_the_calls_timeout_bounds_the_commands(driver: Driver) -> None:

@@ -228,6 +228,7 @@ def no_bwrap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "find_bwrap", missing)
 
 
+@pytest.mark.rule("MA-D1.15")
 @pytest.mark.usefixtures("no_bwrap")
 async def test_without_a_sandbox_tools_are_refused_with_the_reason(driver: Driver) -> None:
     assert await driver.environment.problems() == ["no working bubblewrap was found: install it"]
