@@ -122,6 +122,24 @@ async def test_the_first_answer_comes_back_even_after_the_session_was_archived(s
     assert fresh.status_code == 400
 
 
+@pytest.mark.rule("MA-E1.5", "MA-E1.4")
+async def test_a_creation_is_answered_again_though_its_agent_is_archived_and_its_environment_gone(
+    served: Served,
+) -> None:
+    agent = await served.client.beta.agents.create(name="once", model=served.script().model)
+    environment = await served.client.beta.environments.create(name="once")
+    body = {"agent": agent.id, "environment_id": environment.id}
+    first = await _post(served, "/v1/sessions", body, idempotency_key="made")
+    await served.client.beta.agents.archive(agent.id)
+    await served.client.beta.environments.archive(environment.id)
+    again = await _post(served, "/v1/sessions", body, idempotency_key="made")
+    assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
+    fresh = await _post(served, "/v1/sessions", body, idempotency_key="fresh")
+    assert fresh.status_code == 400
+    assert fresh.json()["error"]["message"].startswith("agent: the agent is archived")
+    assert [s.id async for s in served.client.beta.sessions.list(agent_id=agent.id)] == [first.json()["id"]]
+
+
 @pytest.mark.rule("MA-E1.4")
 async def test_a_refused_request_leaves_its_key_free(served: Served) -> None:
     told = await served.make_session(Reply(Text("r")))

@@ -29,7 +29,11 @@ _NOT_FOUND = Refused("not_found", "session_not_found", "Session not found.")
 
 
 def create(draft: Draft, command: CreateSession) -> Created | Refused:
-    """A session, its primary thread and its first inputs."""
+    """A session, its primary thread and its first inputs.
+
+    Like an admission, a repeat is recognised before anything that may have changed since is looked at: an agent that was archived in
+    the meantime, or a model that is no longer there, refuses new sessions only.
+    """
     key = command.submission
     match decide_submission(key, draft.submissions.get(key.digest) if key else None, draft.now):
         case Refused() as refused:
@@ -38,6 +42,8 @@ def create(draft: Draft, command: CreateSession) -> Created | Refused:
             return Created(session_id=record.session_id, repeat=True)
         case _:
             pass
+    if command.refused is not None:
+        return command.refused
     thread_id = ids.primary_thread(command.session_id)
     draft.put(_new_session(draft, command))
     draft.put(command.config)

@@ -52,6 +52,8 @@ class CreateSession(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: tuple[Arrival, ...] = ()
     submission: SubmissionKey | None = None
     authority: UUID | None = None
+    refused: Refused | None = None
+    """Why it can't be made with what it asks for, unless it was made already: then this is a repeat, and answered as one."""
 
 
 class Accept(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,6 +69,21 @@ class _Wish(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: tuple[Arrival, ...]
 
 
+class _Parts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent and the environment of a new session came to."""
+
+    agent_id: UUID | None = None
+    agent_version: int = 1
+    environment_id: UUID | None = None
+    model: str = ""
+    agent: bytes = b"{}"
+    environment: bytes = b"{}"
+
+
+_NO_PARTS: Final = _Parts()
+"""Of a session that can't be made, unless the request is the repeat of one that could."""
+
+
 async def create_session(services: Services, request: Request) -> Response | Refused:
     """`POST /v1/sessions`."""
     given = decode_body(request.body)
@@ -78,34 +93,29 @@ async def create_session(services: Services, request: Request) -> Response | Ref
     wish = _read_wish(given, session_id)
     if isinstance(wish, Refused):
         return wish
-    agent = await _find_agent(services, request, wish.agent)
-    if isinstance(agent, Refused):
-        return agent
-    environment = await _find_environment(services, request, wish.environment_id)
-    if isinstance(environment, Refused):
-        return environment
-    resolved = _resolve(services, agent, wish.agent)
-    if isinstance(resolved, Refused):
-        return resolved
+    found = await _resolve(services, request, wish)
+    refused = found if isinstance(found, Refused) else None
+    parts = _NO_PARTS if isinstance(found, Refused) else found
     created = await services.ledger.create(
         CreateSession(
             session_id=session_id,
             workspace_id=request.workspace_id,
             profile=PROFILE,
-            agent_id=agent.id,
-            agent_version=agent.version,
-            environment_id=environment.id,
-            model=resolved["model"]["id"],
+            agent_id=parts.agent_id,
+            agent_version=parts.agent_version,
+            environment_id=parts.environment_id,
+            model=parts.model,
             config=SessionConfig(
                 session_id=session_id,
                 title=wish.title,
                 metadata=encode(wish.metadata),
-                agent=encode(resolved),
-                environment=encode(msgspec.json.decode(environment.body)["config"]),
+                agent=parts.agent,
+                environment=parts.environment,
             ),
             arrivals=wish.arrivals,
             submission=request.submission,
             authority=request.key_id,
+            refused=refused,
         )
     )
     if isinstance(created, Refused):
@@ -239,7 +249,27 @@ async def _find_environment(
     return found
 
 
-def _resolve(services: Services, record: AgentRecord, wish: _AgentWish) -> Body | Refused:
+async def _resolve(services: Services, request: Request, wish: _Wish) -> _Parts | Refused:
+    agent = await _find_agent(services, request, wish.agent)
+    if isinstance(agent, Refused):
+        return agent
+    environment = await _find_environment(services, request, wish.environment_id)
+    if isinstance(environment, Refused):
+        return environment
+    resolved = _resolve_agent(services, agent, wish.agent)
+    if isinstance(resolved, Refused):
+        return resolved
+    return _Parts(
+        agent_id=agent.id,
+        agent_version=agent.version,
+        environment_id=environment.id,
+        model=resolved["model"]["id"],
+        agent=encode(resolved),
+        environment=encode(msgspec.json.decode(environment.body)["config"]),
+    )
+
+
+def _resolve_agent(services: Services, record: AgentRecord, wish: _AgentWish) -> Body | Refused:
     """The snapshot that the session keeps, with a model that could be called now."""
     base = snapshot(ids.token(record.id), record.version, msgspec.json.decode(record.body))
     resolved = overridden(base, wish.overrides, wish.path)
