@@ -167,7 +167,8 @@ async def open_server(
         RouterSettings(anthropic_api_key=settings.anthropic_api_key, anthropic_base_url=settings.anthropic_base_url)
     )
     warming: asyncio.Task[None] | None = None
-    if worker and settings.warm_model is not None:
+    if worker:
+        # While PostgreSQL starts: turns that the last process left begin to ask at once, and must not wait for an import.
         warming = asyncio.create_task(models.warm(settings.warm_model), name="warm-model")
     async with open_database(settings) as (url, _):
         parts = _Parts(settings, url, models, alone=api and worker and settings.database_url is None)
@@ -393,7 +394,12 @@ class _Parts:
             self.reap.clear()
             for session_id in await housekeeping.sessions_being_deleted(self.pool):
                 crashpoint.point("before_workspace_removal")
-                await self.environment.destroy(ids.token(session_id))
+                try:
+                    await self.environment.destroy(ids.token(session_id))
+                except OSError as error:
+                    # One folder that can't be removed is not the next one's trouble; its session stays behind the fence.
+                    self.log.error("workspace_removal_failed", session=str(session_id), error=str(error))
+                    continue
                 crashpoint.point("before_row_removal")
                 await housekeeping.delete_rows(self.pool, session_id)
 

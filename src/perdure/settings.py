@@ -33,7 +33,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     anthropic_api_key: str | None = None
     anthropic_base_url: str | None = None
     warm_model: str | None = None
-    """A model whose provider is made ready while the server starts, so that its first call waits for nothing."""
+    """A model whose provider is made ready while a worker starts, so that its first call waits for nothing. By default those that have a
+    key or an address."""
     model_stall_ms: int = 120_000
     """A provider that sends nothing for this long has lost the call."""
     unsafe_no_sandbox: bool = False

@@ -5,8 +5,10 @@ import pytest
 from tests.conformance.test_bad_references import refused_once
 from tests.conformance.test_tools import CUSTOM, TOOLSET
 
+from perdure.environments.local import LocalEnvironment
 from perdure.testing.model_server import Call, Reply, Text
-from perdure.testing.serving import INTERRUPT, Served, message
+from perdure.testing.processes import until
+from perdure.testing.serving import INTERRUPT, Served, Told, message
 from perdure.testing.trail import TERMINATED, frames_of, kinds_of, trail_of
 
 
@@ -131,6 +133,30 @@ async def test_delete_takes_the_files_with_it_and_repeats_well(served: Served) -
         assert again.json() == {"id": told.id, "type": "session_deleted"}
     assert again.status_code == 404
     assert not own[0].exists()
+
+
+@pytest.mark.rule("MA-C11.2")
+async def test_folder_that_can_not_be_removed_holds_up_its_own_session_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, free = await served.make_session(), await served.make_session()
+    whole = LocalEnvironment.destroy
+
+    async def destroy(environment: LocalEnvironment, session: str) -> None:
+        if session in stuck.id:
+            raise OSError("could not be removed")
+        await whole(environment, session)
+
+    async def is_removed(told: Told) -> bool:
+        return (await served.call("DELETE", told.path)).status_code == 404
+
+    monkeypatch.setattr(LocalEnvironment, "destroy", destroy)
+    await served.client.beta.sessions.delete(stuck.id)
+    await served.client.beta.sessions.delete(free.id)
+    await until(lambda: is_removed(free), 20)
+    assert not await is_removed(stuck)
+    monkeypatch.undo()
+    await until(lambda: is_removed(stuck), 20)
 
 
 @pytest.mark.rule("MA-C11.2")

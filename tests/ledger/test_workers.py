@@ -353,6 +353,18 @@ async def test_turns_of_a_missing_worker_are_orphaned_and_the_rules_see_it_dead(
         assert [(w.session_id, w.thread_id) for w in await ledger.read_work(10)] == [(session, thread)]
 
 
+async def test_due_threads_are_read_page_by_page(database_url: str) -> None:
+    """So a page of threads that stay due, whatever is done, hides none behind it."""
+    async with open_ledger(database_url) as ledger:
+        waiting = {await make_session(ledger) for _ in range(5)}
+        whole = await ledger.read_work(10)
+        first = await ledger.read_work(3)
+        rest = await ledger.read_work(3, first[-1])
+        assert {w.session_id for w in whole} == waiting
+        assert [*first, *rest] == list(whole)
+        assert await ledger.read_work(3, rest[-1]) == []
+
+
 async def test_of_many_observers_one_buries(database_url: str, pool: ReadPool, me: Identity) -> None:
     dead = [uuid4() for _ in range(20)]
     await pool.execute(

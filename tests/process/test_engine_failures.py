@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -10,10 +10,10 @@ import pytest
 
 from perdure import telemetry
 from perdure.domain.control import STOP_GRACE_MS
-from perdure.domain.errors import Unavailable
+from perdure.domain.errors import InvariantViolation, Unavailable
 from perdure.domain.step import Step
 from perdure.domain.turn import Lease
-from perdure.engines.embedded import EmbeddedEngine
+from perdure.engines.embedded import SWEEP_ROWS, EmbeddedEngine
 from perdure.ports.ledger import (
     Advance,
     Answered,
@@ -67,8 +67,8 @@ class ScriptedLedger:
         self.released.append(command)
         return Done()
 
-    async def read_work(self, limit: int) -> list[Work]:
-        del limit
+    async def read_work(self, limit: int, after: Work | None = None) -> list[Work]:
+        del limit, after
         return []
 
 
@@ -232,14 +232,44 @@ async def test_call_whose_seat_went_to_another_name_is_not_made(site: Site) -> N
     assert site.performer.calls == 0
 
 
+async def test_sweep_goes_on_behind_what_the_last_one_looked_at() -> None:
+    """Five hundred threads that fail each time, and one behind them."""
+    now = datetime.now(UTC)
+    works = [Work(now + timedelta(microseconds=n), uuid4(), uuid4()) for n in range(SWEEP_ROWS + 1)]
+    asked: list[Work | None] = []
+    enough = asyncio.Event()
+
+    class Ledger(ScriptedLedger):
+        async def read_work(self, limit: int, after: Work | None = None) -> list[Work]:
+            asked.append(after)
+            if len(asked) == 3:
+                enough.set()
+            first = 0 if after is None else works.index(after) + 1
+            return works[first : first + limit]
+
+    def broken(command: Advance) -> Answered:
+        raise InvariantViolation(f"a bug in {command.session_id}")
+
+    ledger: Any = Ledger()
+    ledger.answer = broken
+    engine = EmbeddedEngine(ledger, HeldPerformer(), Seat(), concurrency=SWEEP_ROWS + 1)
+    engine.start()
+    while not enough.is_set():
+        engine.sweep_now()
+        await asyncio.sleep(0)
+    await engine.drain()
+    assert asked[:3] == [None, works[SWEEP_ROWS - 1], None]
+    assert {c.session_id for c in ledger.commands} == {w.session_id for w in works}
+
+
 async def test_trouble_in_the_search_for_the_dead_does_not_keep_the_living_from_their_work() -> None:
     """Both are parts of a sweep; one fails each time."""
     looked = asyncio.Event()
 
     class Ledger(ScriptedLedger):
-        async def read_work(self, limit: int) -> list[Work]:
+        async def read_work(self, limit: int, after: Work | None = None) -> list[Work]:
             looked.set()
-            return await super().read_work(limit)
+            return await super().read_work(limit, after)
 
     async def broken() -> None:
         raise ValueError("a row that nobody foresaw")

@@ -28,6 +28,7 @@ from perdure.ports.ledger import (
     Release,
     StepOutcome,
     Stopped,
+    Work,
     Working,
 )
 
@@ -44,6 +45,8 @@ ABANDON_S: Final = 5.0
 """A cancelled call gets this long to end. After it nobody waits for it: its turn is over, and what it still says is dropped."""
 
 SWEEP_ROWS: Final = 500
+"""Threads that one sweep looks at. The next one goes on behind them, so threads that fail each time are in nobody's way."""
+
 RETRY_S: Final = 0.2
 CRASH_PAUSE_S: Final = 1.0
 """A thread whose runner met a bug of ours rests this long, so that a bug is not a storm."""
@@ -248,6 +251,7 @@ class EmbeddedEngine:
         self._sweeper: asyncio.Task[None] | None = None
         self._abandoned: set[asyncio.Task[StepOutcome]] = set()
         self._sweep_now = asyncio.Event()
+        self._swept: Work | None = None
         self._log = telemetry.logger("engine")
 
     # ---------------------------------------------------------------------------------------------------------- hints
@@ -426,8 +430,9 @@ class EmbeddedEngine:
             self._sweep_now.clear()
 
     async def _look_for_work(self) -> None:
-        found = await self.ledger.read_work(SWEEP_ROWS)
+        found = await self.ledger.read_work(SWEEP_ROWS, self._swept)
         crashpoint.point("after_sweep")
+        self._swept = found[-1] if len(found) == SWEEP_ROWS else None
         for work in found:
             self.kick(work.session_id, work.thread_id)
 

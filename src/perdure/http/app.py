@@ -145,7 +145,9 @@ class App:
             return
         chosen = choose_face(exchange.path, exchange.headers)
         if isinstance(chosen, Chosen):
-            await self._serve(msgspec.structs.replace(exchange, face=chosen.face, path=chosen.path))
+            if chosen.face != exchange.face or chosen.path != exchange.path:
+                exchange = msgspec.structs.replace(exchange, face=chosen.face, path=chosen.path)
+            await self._serve(exchange)
         else:
             await self._answer(exchange, UNROUTED, responses.refusal_for_either(chosen, exchange.request_id))
 

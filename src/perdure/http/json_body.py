@@ -43,8 +43,12 @@ def decode_body(body: bytes) -> dict[str, Any] | Refused:
     if not text.strip():
         return _refused("", "must be a JSON object; it is empty.")
     try:
-        value: Any = _DECODER.decode(text)
-        _walk(value, "", 1)
+        seen = _SEEN
+        seen.odd = False
+        value: Any = seen.decoder.decode(text)
+        # Without any of these the walk could find nothing, and it takes longer than reading the body does.
+        if seen.odd or "\\u" in text or text.count("{") + text.count("[") > DEPTH_MAX:
+            _walk(value, "", 1)
     except _Unsafe as error:
         return _refused(error.path, error.rule)
     except json.JSONDecodeError as error:
@@ -56,29 +60,48 @@ def decode_body(body: bytes) -> dict[str, Any] | Refused:
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
-    doubled = _Doubled(found)
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            doubled.key = key
-        seen.add(key)
-    return doubled
+class _Seen:
+    """Decodes bodies one after the other, and notes whether anything in the last one calls for the walk."""
+
+    __slots__ = ("decoder", "odd")
+
+    def __init__(self) -> None:
+        self.odd = False
+        self.decoder = json.JSONDecoder(
+            object_pairs_hook=self._pairs, parse_constant=_constant, parse_int=self._integer, parse_float=self._float
+        )
+
+    def _pairs(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) == len(pairs):
+            return found
+        self.odd = True
+        doubled = _Doubled(found)
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                doubled.key = key
+            seen.add(key)
+        return doubled
+
+    def _integer(self, digits: str) -> int | float:
+        """Longer ones are reported by the walk, which knows where they stand; converting them would cost square time."""
+        value = int(digits) if len(digits) <= len(str(INTEGER_MIN)) else math.inf
+        self.odd = self.odd or not INTEGER_MIN <= value <= INTEGER_MAX
+        return value
+
+    def _float(self, digits: str) -> float:
+        value = float(digits)
+        self.odd = self.odd or not INTEGER_MIN <= value <= INTEGER_MAX
+        return value
 
 
 def _constant(name: str) -> Any:
     raise _Unsafe("", f"must be JSON; {name} is not a JSON number.")
 
 
-def _integer(digits: str) -> int | float:
-    """Longer ones are reported by the walk, which knows where they stand; converting them would cost square time."""
-    return int(digits) if len(digits) <= len(str(INTEGER_MIN)) else math.inf
-
-
-_DECODER: Final = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_int=_integer)
+_SEEN: Final = _Seen()
+"""Making a decoder takes longer than reading a short body with it. Nothing awaits between its two uses."""
 
 
 def _walk(value: Any, path: str, depth: int) -> None:

@@ -38,11 +38,17 @@ class HttpMetrics:
             "perdure_streams_revoked", "Streams closed because their key was revoked.", registry=self.registry
         )
 
+        self._children: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
+
     def answered(self, method: str, route: str, status: int, seconds: float | None) -> None:
         """One request is done. Streams have no duration that means anything."""
-        self.requests.labels(method, route, f"{status // 100}xx").inc()
+        found = self._children.get((method, route, status))
+        if found is None:
+            count = self.requests.labels(method, route, f"{status // 100}xx")
+            found = self._children[method, route, status] = (count, self.latency_s.labels(method, route))
+        found[0].inc()
         if seconds is not None:
-            self.latency_s.labels(method, route).observe(seconds)
+            found[1].observe(seconds)
 
     def watch(self, name: str, documentation: str, read: Callable[[], float]) -> None:
         """Show a number that another part keeps: `read` is called at each scrape and must not wait."""

@@ -39,6 +39,8 @@ class Chosen(msgspec.Struct, frozen=True):
 
 def choose_face(path: str, headers: Mapping[str, str]) -> Chosen | Refused:
     """Which face answers. Refused when the headers name both, or none where one is needed; then no face has been chosen."""
+    if _under(path, "/v1/sessions"):
+        return Chosen("claude", path)
     if _under(path, CLAUDE_PREFIX):
         return Chosen("claude", path[len(CLAUDE_PREFIX) :])
     if _under(path, OPENAI_PREFIX):

@@ -45,10 +45,13 @@ class Router:
             adapter = self._adapters[provider] = self._make(provider)
         return adapter, name
 
-    async def warm(self, model: str) -> None:
-        """Prepare the provider of a model for its first call; one that is not known is left alone."""
+    async def warm(self, model: str | None = None) -> None:
+        """Prepare the provider of a model for its first call; without one, the providers that settings were given for.
+
+        One that is not known is left alone.
+        """
         with contextlib.suppress(ModelUnknown):
-            adapter, _ = self.resolve(model)
+            adapter, _ = self.resolve(model or "anthropic/any")
             await adapter.warm()
 
     async def close(self) -> None:

@@ -331,8 +331,9 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A thread the sweep found."""
+    """A thread the sweep found, and since when it is due."""
 
+    due_at: datetime
     session_id: UUID
     thread_id: UUID
 
@@ -425,6 +426,6 @@ class Ledger(Protocol):
         """The open actions."""
         ...
 
-    async def read_work(self, limit: int) -> Sequence[Work]:
-        """Threads whose wakeup is due, oldest first; looking moves nothing."""
+    async def read_work(self, limit: int, after: Work | None = None) -> Sequence[Work]:
+        """Threads whose wakeup is due, oldest first, or those behind `after` in that order; looking moves nothing."""
         ...

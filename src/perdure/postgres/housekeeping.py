@@ -79,22 +79,23 @@ with old as (
      order by w.id limit $2 for update skip locked)
 delete from worker w using old where w.id = old.id returning w.id"""
 
-# Sessions first and in order, as everywhere. The record is a child that decisions are made by, so their guard moves with it.
+# No guard to move: a decision made beside this is one made before it, and a note may always come late. It never waits for a row, so it
+# can't be part of a deadlock, and what it skips is being written anew.
 _MARK_WRITTEN_SQL: Final = """
 -- mark_written
-with told as (
-    select n.digest, n.written_at, n.connection_reused, m.session_id
+with note as (
+    select distinct on (n.digest) n.digest, n.written_at, n.connection_reused
       from unnest($1::bytea[], $2::timestamptz[], $3::boolean[]) as n (digest, written_at, connection_reused)
+     order by n.digest, n.written_at desc, n.connection_reused desc),
+told as (
+    select m.digest, n.written_at, n.connection_reused
+      from note n
       join submission m on m.digest = n.digest
      where m.written_at is null or m.written_at < n.written_at
-        or (m.written_at = n.written_at and n.connection_reused and not m.connection_reused)),
-mine as (
-    select s.id from session s where s.id in (select session_id from told) order by s.id for no key update),
-moved as (
-    update session s set rev = s.rev + 1 from mine where s.id = mine.id returning s.id)
+        or (m.written_at = n.written_at and n.connection_reused and not m.connection_reused)
+     order by m.digest for no key update of m skip locked)
 update submission m set written_at = told.written_at, connection_reused = told.connection_reused
-  from told join moved on moved.id = told.session_id
- where m.digest = told.digest and (m.written_at is null or m.written_at <= told.written_at)"""
+  from told where m.digest = told.digest"""
 
 
 class Purged(msgspec.Struct, frozen=True, kw_only=True):

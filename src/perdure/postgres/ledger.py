@@ -58,6 +58,12 @@ from perdure.postgres.writer import Writer
 
 R = TypeVar("R", bound=Any)
 
+_WORK_SQL: Final = """
+-- due_threads
+select due_at, session_id, thread_id from outbox
+ where due_at <= clock_timestamp() and ($2::timestamptz is null or (due_at, session_id, thread_id) > ($2, $3::uuid, $4::uuid))
+ order by due_at, session_id, thread_id limit $1"""
+
 
 class Places(Protocol):
     """Who may take work in the commit that admits it."""
@@ -230,10 +236,11 @@ class PostgresLedger:
         sql = "select * from action where session_id = $1 and state = 'open' order by round, position"
         return [read_row(Action, r) for r in await self._pool.fetch(sql, session_id)]
 
-    async def read_work(self, limit: int) -> Sequence[Work]:
+    async def read_work(self, limit: int, after: Work | None = None) -> Sequence[Work]:
         """See `Ledger.read_work`."""
-        sql = "select session_id, thread_id from outbox where due_at <= clock_timestamp() order by due_at limit $1"
-        return [Work(r["session_id"], r["thread_id"]) for r in await self._pool.fetch(sql, limit)]
+        behind = (None, None, None) if after is None else (after.due_at, after.session_id, after.thread_id)
+        found = await self._pool.fetch(_WORK_SQL, limit, *behind)
+        return [Work(r["due_at"], r["session_id"], r["thread_id"]) for r in found]
 
 
 def _view(row: Any) -> SessionView:

@@ -432,14 +432,16 @@ def _decide(
     results: dict[int, Result | Exception] = {}
     for place, pending in enumerate(batch):
         session_id = pending.command.session_id
-        draft = drafts.setdefault(session_id, Draft(facts[session_id]))
+        draft = drafts.get(session_id)
         try:
             if alone:
-                drafts[session_id], results[place] = decide_alone(facts[session_id], pending.command)
+                draft, results[place] = decide_alone(facts[session_id], pending.command)
             else:
-                drafts[session_id], results[place] = decide(draft, pending.command)
+                draft, results[place] = decide(draft or Draft(facts[session_id]), pending.command)
         except _RULES_FAILED as error:
+            draft = draft or Draft(facts[session_id])
             results[place] = InvariantViolation(f"{type(error).__name__}: {error}")
+        drafts[session_id] = draft
     return drafts, results
 
 

@@ -347,10 +347,11 @@ class OracleLedger:
         rows = [a for a in self.rows(Action, session_id) if a.state == "open"]
         return sorted(rows, key=lambda a: (a.round, a.position))
 
-    async def read_work(self, limit: int) -> Sequence[Work]:
+    async def read_work(self, limit: int, after: Work | None = None) -> Sequence[Work]:
         """See `Ledger.read_work`."""
-        due = sorted((w for w in self.all(Wakeup) if w.due_at <= self.clock.now), key=lambda w: w.due_at)
-        return [Work(w.session_id, w.thread_id) for w in due[:limit]]
+        due = sorted((w.due_at, w.session_id, w.thread_id) for w in self.all(Wakeup) if w.due_at <= self.clock.now)
+        behind = [w for w in due if after is None or w > (after.due_at, after.session_id, after.thread_id)]
+        return [Work(*w) for w in behind[:limit]]
 
 
 def key_tuple(kind: type[Row], row: dict[str, Any]) -> tuple[Any, ...]:

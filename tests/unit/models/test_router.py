@@ -69,3 +69,22 @@ async def test_an_own_endpoint_needs_no_key(server: ModelServer) -> None:
     assert [event async for event in model.stream(request)]
     assert server.requests[0].refused is None
     await router.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "model", "warmed"),
+    [("sk-test", None, 1), (None, None, 0), (None, "claude-x", 0), ("sk-test", "llama", 0), ("sk-test", "claude-x", 1)],
+)
+async def test_what_can_be_called_is_made_ready(
+    monkeypatch: pytest.MonkeyPatch, key: str | None, model: str | None, warmed: int
+) -> None:
+    calls: list[AnthropicModel] = []
+
+    async def warm(adapter: AnthropicModel) -> None:
+        calls.append(adapter)
+
+    monkeypatch.setattr(AnthropicModel, "warm", warm)
+    router = Router(RouterSettings(anthropic_api_key=key))
+    await router.warm(model)
+    assert len(calls) == warmed
+    await router.close()
