@@ -9,6 +9,7 @@ from tests.differential.comparison import ROUGH, compare
 LONG = bool(os.environ.get("PERDURE_LONG"))
 CHUNKS = 60 if LONG else 10
 HISTORIES = 5
+ROUGH_HISTORIES = 8
 STEPS = 120 if LONG else 40
 
 
@@ -18,9 +19,10 @@ async def test_random_histories_agree(database_url: str, chunk: int) -> None:
         await compare(database_url, chunk * HISTORIES + number, STEPS)
 
 
-async def test_in_rough_weather_they_agree_too_and_the_weather_is_rough(database_url: str) -> None:
+@pytest.mark.parametrize("chunk", range(25 if LONG else 1))
+async def test_in_rough_weather_they_agree_too_and_the_weather_is_rough(database_url: str, chunk: int) -> None:
     met: Counter[str] = Counter()
-    for seed in range(200 if LONG else 8):
+    for seed in range(chunk * ROUGH_HISTORIES, (chunk + 1) * ROUGH_HISTORIES):
         comparison = await compare(database_url, seed, STEPS, ROUGH)
         met += comparison.side.trouble.met
     wanted = {"between", "miss", "slow path", "batch of several", "lost_before_commit", "lost_after_commit"}
