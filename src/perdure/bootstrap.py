@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import UUID, uuid4
 
-import msgspec
-
 from perdure import crashpoint, telemetry
 from perdure.bus.inprocess import InProcessBus
 from perdure.core.auth import Authenticator, digest_of, make_key
@@ -56,15 +54,6 @@ WRITTEN_S: Final = 1.0
 """How long a note that a response was written out may stay in memory only."""
 
 VERSION: Final = version("perdure")
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that `doctor` looked at."""
-
-    name: str
-    ok: bool
-    detail: str
-    advice: str = ""
 
 
 class Server:
@@ -197,7 +186,9 @@ class _Parts:
         self.bus: Bus = self.notify or InProcessBus()
         self.ledger = PostgresLedger(url, self.pool, on_commit=self.committed)
         self.catalog = PostgresCatalog(self.pool)
-        self.feeds = Feeds(self.ledger)
+        self.feeds = Feeds(
+            self.ledger, on_trouble=lambda e: self.log.error("feed_failed", error=f"{type(e).__name__}: {e}")
+        )
         self.models = models
         self.environment = LocalEnvironment(
             settings.data.resolve() / "workspaces", unsafe_no_sandbox=settings.unsafe_no_sandbox
@@ -207,6 +198,7 @@ class _Parts:
         self.engine: EmbeddedEngine | None = None
         self.tasks: list[asyncio.Task[None]] = []
         self.reap = asyncio.Event()
+        self.removed: UUID | None = None
 
     def committed(self, committed: Committed) -> None:
         """After each commit of this process: the readers, the engine, the other processes."""
@@ -240,8 +232,6 @@ class _Parts:
             server.on_close(self.stop_worker)
         server.on_close(self.stop)
         self.spawn(self._housekeep())
-        if server.url is not None and server.api_key is not None:
-            write_credentials(self.settings.data, server)
         return server
 
     def spawn(self, work: Any) -> None:
@@ -256,8 +246,8 @@ class _Parts:
             await self.catalog.create_workspace(new_id(), DEFAULT_WORKSPACE)
             workspaces = await self.catalog.read_workspaces()
             found = next(w for w in workspaces if w.name == DEFAULT_WORKSPACE)
-        known = read_credentials(self.settings.data).get("api_key")
-        if isinstance(known, str):
+        known = _known_key(self.settings.data)
+        if known is not None:
             record = await self.catalog.find_key(digest_of(known))
             if record is not None and record.revoked_at is None and record.workspace_id == found.id:
                 return known
@@ -392,18 +382,21 @@ class _Parts:
                 async with asyncio.timeout(REAP_S):
                     await self.reap.wait()
             self.reap.clear()
-            for session_id in await housekeeping.sessions_being_deleted(self.pool):
-                crashpoint.point("before_workspace_removal")
+            found = await housekeeping.sessions_being_deleted(self.pool, behind=self.removed)
+            self.removed = found[-1] if len(found) == housekeeping.ROWS_MAX else None
+            for session_id in found:
                 try:
-                    await self.environment.destroy(ids.token(session_id))
-                except OSError as error:
-                    # One folder that can't be removed is not the next one's trouble; its session stays behind the fence.
-                    self.log.error("workspace_removal_failed", session=str(session_id), error=str(error))
-                    continue
-                crashpoint.point("before_row_removal")
-                await housekeeping.delete_rows(self.pool, session_id)
+                    await self._remove(session_id)
+                except Exception as error:  # noqa: BLE001  one session's trouble is not the next one's; it stays behind the fence
+                    self.log.error("removal_failed", session=str(session_id), error=f"{type(error).__name__}: {error}")
 
         await self._supervised("reaper", 0.0, reap)
+
+    async def _remove(self, session_id: UUID) -> None:
+        crashpoint.point("before_workspace_removal")
+        await self.environment.destroy(ids.token(session_id))
+        crashpoint.point("before_row_removal")
+        await housekeeping.delete_rows(self.pool, session_id)
 
     async def readiness(self) -> Mapping[str, str]:
         """Why this process is not ready; empty when it is."""
@@ -412,6 +405,8 @@ class _Parts:
             await self.pool.fetchrow("select 1 as one")
         except Unavailable:
             problems["database"] = "The database can't be reached."
+        if self.engine is not None and self.engine.fenced:
+            problems["worker"] = "This worker was counted as dead and waits for a new seat."
         return problems
 
     # the way down
@@ -441,61 +436,11 @@ def new_id() -> UUID:
     return ids.timed(datetime.now(UTC), uuid4())
 
 
-def credentials_path(data: Path) -> Path:
-    """Where a server leaves its address and first key."""
-    return data / CREDENTIALS
-
-
-def read_credentials(data: Path) -> dict[str, Any]:
-    """What a server of this data directory left; empty when there is nothing to read."""
+def _known_key(data: Path) -> str | None:
+    """The key that an earlier server of this data directory left for the client verbs."""
     try:
-        found: Any = json.loads(credentials_path(data).read_text())
+        found: Any = json.loads((data / CREDENTIALS).read_text())
     except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}  # pyright: ignore[reportUnknownVariableType]
-
-
-def write_credentials(data: Path, server: Server) -> None:
-    """Leave the address and key for the client verbs, readable by the owner alone, whole or not at all."""
-    data.mkdir(parents=True, exist_ok=True)
-    path = credentials_path(data)
-    fresh = path.with_suffix(f".{os.getpid()}.tmp")
-    body = {"url": server.url, "api_key": server.api_key, "database_url": server.database_url, "pid": server.pid}
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(json.dumps(body) + "\n")
-    fresh.replace(path)
-
-
-async def diagnose(settings: Settings) -> list[Check]:
-    """What `doctor` looks at: each thing, whether it holds, and what to do when it doesn't."""
-    checks: list[Check] = []
-    environment = LocalEnvironment(settings.data.resolve() / "workspaces", unsafe_no_sandbox=settings.unsafe_no_sandbox)
-    problems = await environment.problems()
-    await environment.close()
-    checks.append(
-        Check(
-            name="sandbox",
-            ok=not problems,
-            detail="; ".join(problems) or "tools run under bubblewrap",
-            advice="Run on Linux with user namespaces, as a normal user." if problems else "",
-        )
-    )
-    try:
-        async with open_catalog(settings) as catalog:
-            count = len(await catalog.read_workspaces())
-        checks.append(Check(name="database", ok=True, detail=f"reachable and migrated, {count} workspaces"))
-    except Exception as error:  # noqa: BLE001  whatever it is, it is what doctor is asked for
-        checks.append(
-            Check(name="database", ok=False, detail=str(error), advice="Check --database-url, or the data directory.")
-        )
-    key = settings.anthropic_api_key is not None or settings.anthropic_base_url is not None
-    checks.append(
-        Check(
-            name="models",
-            ok=True,
-            detail="claude-* and local/smollm2" if key else "local/smollm2 only",
-            advice="" if key else "Set ANTHROPIC_API_KEY to use claude-* models.",
-        )
-    )
-    return checks
+        return None
+    known = found.get("api_key") if isinstance(found, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return known if isinstance(known, str) else None

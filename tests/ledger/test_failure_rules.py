@@ -10,6 +10,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 from uuid import UUID
 
+import asyncpg
+import msgspec
 import pytest
 from tests.conftest import DurablePostgres, connected
 from tests.ledger.ledger_sessions import WORKSPACE, make_session, open_ledger
@@ -19,7 +21,7 @@ from perdure.domain.submission import SubmissionKey
 from perdure.ports.ledger import Accept, Accepted, Arrival
 from perdure.postgres import pool as pools
 from perdure.postgres import writer as writers
-from perdure.postgres.ledger import PostgresLedger
+from perdure.postgres.ledger import WRITERS, PostgresLedger
 from perdure.postgres.pool import ReadPool
 from perdure.testing.processes import until
 
@@ -50,6 +52,14 @@ begin
 end $$;
 create trigger slow_start before update on session for each row execute function slow_start()"""
 """A batch that holds its sessions for a second before anything else of it is done."""
+
+SLOW_CREATIONS = """
+create function slow_creation() returns trigger language plpgsql as $$
+begin
+    perform pg_sleep(0.5);
+    return new;
+end $$;
+create trigger slow_creation before insert on session for each row execute function slow_creation()"""
 
 FAILING_WRITES = """
 create function fail() returns trigger language plpgsql as $$
@@ -304,6 +314,39 @@ async def test_reply_lost_after_the_commit_is_answered_and_not_written_again(
         assert await texts(pool, session) == ["first", text, "next"]
 
 
+async def test_batch_in_doubt_that_meets_another_error_is_neither_failed_nor_written_again(
+    database_url: str, pool: ReadPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a failover the address may lead to a standby for a while: that it takes no writes says nothing of the batch before."""
+    standby = [asyncpg.ReadOnlySQLTransactionError("standby"), asyncpg.UndefinedTableError("half restored")]
+    async with faulty(database_url) as line, open_ledger(line.url) as ledger:
+        # Of one writer, so that they share a batch.
+        sessions = [s for s in [await make_session(ledger) for _ in range(12)] if s.int % WRITERS == 0]
+        for session in sessions:
+            await ledger.accept(accept(session, "first"))
+        connected = writers.Writer._connected  # pyright: ignore[reportPrivateUsage]
+        settle = writers.Writer._kept  # pyright: ignore[reportPrivateUsage]
+        in_doubt: list[Any] = []
+
+        async def kept(writer: Any, *rest: Any) -> set[UUID]:
+            in_doubt.append(writer)
+            return await settle(writer, *rest)
+
+        async def connect_badly(writer: Any) -> Any:
+            if writer in in_doubt and standby:
+                raise standby.pop()
+            return await connected(writer)
+
+        monkeypatch.setattr(writers.Writer, "_kept", kept)
+        monkeypatch.setattr(writers.Writer, "_connected", connect_badly)
+        line.cut_after(2)
+        answers = await asyncio.gather(*(ledger.accept(accept(s, "second")) for s in sessions))
+        assert in_doubt and not standby
+        assert all(isinstance(a, Accepted) for a in answers)
+        for session in sessions:
+            assert await texts(pool, session) == ["first", "second"]
+
+
 async def test_reply_lost_in_a_batch_that_has_its_sessions_but_nothing_else_yet_is_not_written_again(
     database_url: str, pool: ReadPool
 ) -> None:
@@ -346,6 +389,22 @@ async def test_lost_connection_before_the_write_is_not_even_noticed(database_url
             await pool.fetch(f"select pg_terminate_backend(pid) from ({WRITERS_SQL}) w")
             assert await outcomes(ledger.accept(accept(session, f"m{n}"))) == ["Accepted"]
         assert await texts(pool, session) == ["m0", "m1", "m2"]
+
+
+@pytest.mark.parametrize("attempt", [1, 0], ids=["its retry", "the same on purpose"])
+async def test_creation_at_another_process_while_the_first_is_being_written(
+    database_url: str, pool: ReadPool, attempt: int
+) -> None:
+    """A retry finds the session that the first one makes; an equal request that is meant makes another."""
+    await pool.execute(SLOW_CREATIONS)
+    key = SubmissionKey(digest=b"c" * 32, body_digest=b"b" * 32, explicit=False, attempt=0, process=UUID(int=9))
+    async with open_ledger(database_url) as ledger, open_ledger(database_url) as other:
+        first = asyncio.ensure_future(make_session(ledger, submission=key))
+        await until(lambda: pool.fetchval(WRITING_SQL), DEADLINE_S)
+        await make_session(other, submission=msgspec.structs.replace(key, attempt=attempt))
+        await first
+        assert await pool.fetchval("select count(*) from session") == 2 - attempt
+        assert await pool.fetchval("select count(*) from submission") == 1
 
 
 async def test_frozen_backend_holds_up_its_own_sessions_alone(

@@ -7,13 +7,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
+import msgspec
 import pytest
 from tests.conftest import connected
 from tests.ledger.ledger_sessions import WORKSPACE, claim, make_session, open_ledger
 
 from perdure.domain import ids
 from perdure.domain.event import encode
-from perdure.domain.submission import SubmissionKey
+from perdure.domain.submission import SubmissionKey, WrittenNote
 from perdure.ports.ledger import (
     Accept,
     Accepted,
@@ -289,34 +290,69 @@ async def test_latest_note_of_a_written_response_stays_and_moves_no_guard(
     pool: ReadPool, ledger: PostgresLedger
 ) -> None:
     """A batch in flight, which read the session before, must not miss because of them."""
-    digest, at = b"d" * 32, datetime.now(UTC)
+    digest, before = b"d" * 32, datetime.now(UTC) - timedelta(seconds=1)
     session = await make_session(ledger, submission=a_key(digest))
     rev = (await session_row(pool, session))["rev"]
+    at = datetime.now(UTC)
     later = at + timedelta(seconds=1)
     for notes, expected in (
         ([], (None, False)),
-        ([(b"unknown" * 4, at, True)], (None, False)),
-        ([(digest, at, False), (digest, at - timedelta(seconds=1), True)], (at, False)),
-        ([(digest, at, True), (digest, at, False)], (at, True)),
-        ([(digest, at, False)], (at, True)),
-        ([(digest, later, False), (digest, at, True)], (later, False)),
-        ([(digest, at, True)], (later, False)),
+        ([WrittenNote(b"unknown" * 4, 0, at, True)], (None, False)),
+        ([WrittenNote(digest, 0, before, True)], (None, False)),
+        ([WrittenNote(digest, 0, at, False), WrittenNote(digest, 0, before, True)], (at, False)),
+        ([WrittenNote(digest, 0, at, True), WrittenNote(digest, 0, at, False)], (at, True)),
+        ([WrittenNote(digest, 0, at, False)], (at, True)),
+        ([WrittenNote(digest, 0, later, False), WrittenNote(digest, 0, at, True)], (later, False)),
+        ([WrittenNote(digest, 0, at, True)], (later, False)),
     ):
         await mark_written(pool, notes)
         assert await read_note(pool, digest) == expected
         assert (await session_row(pool, session))["rev"] == rev
 
 
+async def test_late_note_of_an_earlier_response_says_nothing_of_a_later_one(
+    pool: ReadPool, ledger: PostgresLedger
+) -> None:
+    """The same words on purpose, or a retry that was answered again: each has a record of its own, whose response has yet to go out."""
+    digest = b"d" * 32
+    session = await make_session(ledger)
+
+    async def send(attempt: int) -> Accepted:
+        body = encode({"content": [{"type": "text", "text": "same"}]})
+        key = msgspec.structs.replace(a_key(digest), attempt=attempt)
+        sent = await ledger.accept(
+            Accept(
+                session_id=session,
+                workspace_id=WORKSPACE,
+                arrivals=(Arrival(kind="message", body=body),),
+                submission=key,
+            )
+        )
+        assert isinstance(sent, Accepted)
+        return sent
+
+    await send(0)
+    first_at = datetime.now(UTC)
+    await send(0)
+    await mark_written(pool, [WrittenNote(digest, 0, first_at, True)])
+    assert await read_note(pool, digest) == (None, False)
+    assert (await send(1)).repeat
+    await mark_written(pool, [WrittenNote(digest, 0, datetime.now(UTC), True)])
+    assert await read_note(pool, digest) == (None, False)
+    assert (await send(2)).repeat
+
+
 async def test_note_waits_for_nobody_who_holds_the_record(
     pool: ReadPool, ledger: PostgresLedger, database_url: str
 ) -> None:
     """Then the record is being written anew: its answer has yet to go out."""
-    held, free, at = b"h" * 32, b"f" * 32, datetime.now(UTC)
+    held, free = b"h" * 32, b"f" * 32
     for digest in (held, free):
         await make_session(ledger, submission=a_key(digest))
+    at = datetime.now(UTC)
     async with connected(database_url) as other, other.transaction():
         await other.execute("select from submission where digest = $1 for update", held)
-        await mark_written(pool, [(held, at, False), (free, at, False)])
+        await mark_written(pool, [WrittenNote(held, 0, at, False), WrittenNote(free, 0, at, False)])
     assert (await read_note(pool, held), await read_note(pool, free)) == ((None, False), (at, False))
 
 
@@ -344,7 +380,7 @@ async def test_notes_are_taken_from_many_processes_while_the_ledger_writes(
     async def note(own: ReadPool, n: int) -> None:
         order = digests if n % 2 else digests[::-1]
         for step in range(5):
-            await mark_written(own, [(d, at + timedelta(seconds=step), False) for d in order])
+            await mark_written(own, [WrittenNote(d, 0, at + timedelta(seconds=step), False) for d in order])
 
     await asyncio.gather(
         *(note(p, n) for n, p in enumerate(pools)), *(accept(s, n) for s in sessions for n in range(10))

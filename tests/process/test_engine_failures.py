@@ -9,10 +9,12 @@ from uuid import UUID, uuid4
 import pytest
 
 from perdure import telemetry
+from perdure.domain import ids
 from perdure.domain.control import STOP_GRACE_MS
 from perdure.domain.errors import InvariantViolation, Unavailable
 from perdure.domain.step import Step
 from perdure.domain.turn import Lease
+from perdure.engines import embedded
 from perdure.engines.embedded import SWEEP_ROWS, EmbeddedEngine
 from perdure.ports.ledger import (
     Advance,
@@ -55,6 +57,8 @@ class ScriptedLedger:
         self.held = asyncio.Event()
         self.held.set()
         self.asked = asyncio.Event()
+        self.turns: list[tuple[Work, UUID]] = []
+        self.looks = 0
 
     async def advance(self, command: Advance) -> Answered:
         self.commands.append(command)
@@ -70,6 +74,10 @@ class ScriptedLedger:
     async def read_work(self, limit: int, after: Work | None = None) -> list[Work]:
         del limit, after
         return []
+
+    async def read_held(self, worker_id: UUID) -> list[Work]:
+        self.looks += 1
+        return [w for w, held_by in self.turns if held_by == worker_id]
 
 
 class HeldPerformer:
@@ -230,6 +238,74 @@ async def test_call_whose_seat_went_to_another_name_is_not_made(site: Site) -> N
 
     await until(is_through, WAIT_S)
     assert site.performer.calls == 0
+
+
+async def test_claim_made_for_the_seat_before_is_taken_over_and_not_run(site: Site) -> None:
+    """The admission was in the writer's hands while this process was buried and took another seat."""
+    site.thread = ids.primary_thread(site.session)
+    old = site.engine.offer(site.session)
+    assert old == site.seat.id
+    await site.engine.fence()
+    site.seat.id = uuid4()
+    site.engine.resume()
+    claimed = ((site.thread, site.perform()),)
+    site.engine.committed(Committed(session_id=site.session, events=(), woken=(), stopped=(), claimed=claimed))
+    site.engine.settle(site.session)
+    await soon(site.ledger.asked)
+    assert [(c.worker_id, c.lease) for c in site.ledger.commands] == [(site.seat.id, None)], "it looks like a stranger"
+    assert site.performer.calls == 0
+
+
+async def test_turn_of_ours_that_nobody_runs_is_found_by_the_second_sweep(site: Site) -> None:
+    """Its claim was committed and the database left before it said so; no wakeup and no hint tells of it."""
+    found, moving = (Work(AT, uuid4(), uuid4()) for _ in range(2))
+    site.ledger.turns = [(found, site.seat.id), (moving, site.seat.id), (Work(AT, uuid4(), uuid4()), uuid4())]
+    site.engine.start()
+
+    async def looked(times: int) -> bool:
+        site.engine.sweep_now()
+        await asyncio.sleep(0)
+        return site.ledger.looks >= times
+
+    await until(lambda: looked(1), WAIT_S)
+    site.ledger.turns[1] = (Work(AT + timedelta(seconds=1), moving.session_id, moving.thread_id), site.seat.id)
+    assert site.ledger.commands == []
+    await until(lambda: looked(3), WAIT_S)
+    await soon(site.ledger.asked)
+    await site.engine.drain()
+    assert {c.session_id for c in site.ledger.commands} == {found.session_id, moving.session_id}
+
+
+async def test_drain_does_not_wait_for_a_database_that_was_away_before(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = violations()
+    monkeypatch.setattr(embedded, "DRAIN_LEDGER_S", 0.05)
+
+    def away(_: Advance) -> Answered:
+        raise Unavailable("the database can't be reached")
+
+    site.ledger.answer = away
+    site.ledger.held.clear()
+    site.begin()
+
+    async def asked_again() -> bool:
+        return len(site.ledger.commands) >= 2
+
+    await until(asked_again, WAIT_S)
+    async with asyncio.timeout(WAIT_S):
+        await site.engine.drain()
+    assert violations() == before, "an outage is no bug of ours"
+
+
+async def test_drain_begins_nothing_that_waited_for_a_seat(site: Site) -> None:
+    site.seat.safe = False
+    site.begin()
+    await asyncio.sleep(0)
+    site.engine.draining = site.seat.safe = True
+    async with asyncio.timeout(WAIT_S):
+        await site.engine.drain()
+    assert site.ledger.commands == []
 
 
 async def test_sweep_goes_on_behind_what_the_last_one_looked_at() -> None:

@@ -30,7 +30,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-sessions = typer.Typer(no_args_is_help=True, help="Look at sessions.")
+sessions = typer.Typer(no_args_is_help=True, help="Look at sessions, and archive them.")
 inputs = typer.Typer(no_args_is_help=True, help="See where each input of a session is, and take one back.")
 keys = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys, in the database itself.")
 workspaces = typer.Typer(no_args_is_help=True, help="Make and list workspaces (tenants), in the database itself.")
@@ -77,7 +77,7 @@ Model = Annotated[
     ),
 ]
 Agent = Annotated[str | None, typer.Option("--agent", metavar="ID", help="Begin the session with this agent.")]
-Ask = Annotated[bool, typer.Option("--ask", help="In a new session, let every tool call wait for a yes.")]
+Ask = Annotated[bool, typer.Option("--ask", help="In a new session, let every call of a built-in tool wait for a yes.")]
 Message = Annotated[str | None, typer.Argument(help="Send this one message and exit. Without it, a chat.")]
 
 
@@ -193,10 +193,11 @@ def chat(
 
     Ctrl-C interrupts the running turn, a second one within two seconds leaves; Ctrl-D leaves. The session stays either way.
     """
-    from perdure.cli.asking import make_asker
+    from perdure.cli.asking import check_message, make_asker
     from perdure.cli.beginning import Wish
     from perdure.cli.chatting import chat as talk
 
+    check_message(message)
     if session is not None and (agent is not None or model is not None or ask):
         raise CommandFailed(
             "--agent, --model and --ask are for a new session: leave them out, or leave out --session.", code=REFUSED
@@ -225,6 +226,36 @@ def list_sessions(
         return session_verbs.list_sessions(
             client, limit=limit, statuses=status or [], archived=archived, as_json=as_json
         )
+
+
+@sessions.command("show")
+def show_session(
+    session: Annotated[str, typer.Argument(help="The session's id.")],
+    url: Url = None,
+    api_key: ApiKey = None,
+    data: Data = None,
+    as_json: AsJson = False,
+) -> int:
+    """One session: its status, model, agent, and the tokens that it used."""
+    from perdure.cli import session_verbs
+
+    with _client(data, url, api_key) as client:
+        return session_verbs.show_session(client, session, as_json=as_json)
+
+
+@sessions.command("archive")
+def archive_session(
+    session: Annotated[str, typer.Argument(help="The session's id.")],
+    url: Url = None,
+    api_key: ApiKey = None,
+    data: Data = None,
+    as_json: AsJson = False,
+) -> int:
+    """Let a session take no more input. Its events stay; there is no way back."""
+    from perdure.cli import session_verbs
+
+    with _client(data, url, api_key) as client:
+        return session_verbs.archive_session(client, session, as_json=as_json)
 
 
 @inputs.command("list")
@@ -364,8 +395,10 @@ def _flags(*, unsafe: bool = False, **given: Any) -> dict[str, Any]:
 
 
 def _settings(flags: dict[str, Any]) -> "Settings":
-    from perdure.settings import BadSetting, load
+    from perdure.settings import BadSetting, load, unknown_variables
 
+    for name in unknown_variables(os.environ):
+        print(f"perdure: nothing reads the environment variable {name}: is it misspelt?", file=sys.stderr)
     try:
         return load(flags)
     except BadSetting as bad:

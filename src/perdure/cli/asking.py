@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any, Final, Protocol, TextIO
 
-from perdure.cli.exits import Left
+from perdure.cli.exits import REFUSED, CommandFailed, Left
 from perdure.cli.text import harmless
 
 AGAIN_S: Final = 2.0
@@ -72,6 +72,22 @@ class LineAsker:
 def make_asker() -> Asker:
     """For the standard input of this process."""
     return TerminalAsker() if sys.stdin.isatty() and sys.stdout.isatty() else LineAsker(sys.stdin, sys.stderr)
+
+
+def check_message(message: str | None) -> None:
+    """Refuse a message without text, before anything is made for it. None means that there is a chat instead."""
+    if message is not None and not message.strip():
+        raise CommandFailed("The message is empty: say something, or leave it out to chat.", code=REFUSED)
+
+
+def first_line(asker: Asker) -> str | None:
+    """The first line with text of a file or a pipe, read before anything is made for it. None for a person, who may take his time."""
+    if asker.is_interactive:
+        return None
+    while (line := asker.ask("")) is not None:
+        if line.strip():
+            return line
+    raise CommandFailed("Standard input has no line to send: give a MESSAGE, or lines to send.", code=REFUSED)
 
 
 class CtrlC:

@@ -9,7 +9,7 @@ from uuid import UUID, uuid4
 
 from perdure.bootstrap import open_catalog
 from perdure.cli.exits import OK, REFUSED, CommandFailed
-from perdure.cli.starting import check_database, explained
+from perdure.cli.starting import check_database, check_made, explained
 from perdure.cli.table import show_json, show_rows, to_text_time
 from perdure.core.auth import make_key
 from perdure.domain import ids
@@ -99,14 +99,15 @@ def list_workspaces(settings: Settings, *, as_json: bool) -> int:
 
 
 def in_catalog(settings: Settings, work: Callable[[Catalog], Awaitable[_T]]) -> _T:
-    """Do something with the catalog, and turn what keeps the database away into a message."""
+    """Do something with the catalog of a database that is there, and turn what keeps it away into a message."""
+    check_made(settings)
 
     async def run() -> _T:
         await check_database(settings)
         async with open_catalog(settings) as catalog:
             return await work(catalog)
 
-    with explained():
+    with explained(settings):
         return asyncio.run(run())
 
 

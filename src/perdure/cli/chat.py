@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -19,6 +19,16 @@ ARGUMENT_CHARS_MAX: Final = 2_000
 PAGE_EVENTS: Final = 1_000
 YES: Final = frozenset({"y", "yes"})
 NO: Final = frozenset({"n", "no", ""})
+
+
+_ENDINGS: Final = {
+    "end_turn": "The turn ended",
+    "interrupted": "The turn was interrupted",
+    "refusal": "The model refused to go on",
+    "retries_exhausted": "The turn was given up",
+    "terminated": "The session was terminated and takes no more input",
+    "deleted": "The session was deleted",
+}
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -39,7 +49,8 @@ class Ending(msgspec.Struct, frozen=True):
 
     def explain(self) -> str:
         """One line for the person."""
-        return f"The turn ended with {self.reason}" + ("." if self.error is None else f": {self.error}")
+        what = _ENDINGS.get(self.reason, f"The turn ended with the reason {self.reason}")
+        return f"{what}." if self.error is None else f"{what}: {self.error}"
 
 
 class Chat:
@@ -126,7 +137,7 @@ class Chat:
                     return Ending("terminated", error)
                 case _:
                     pass
-        return Ending("deleted", "the session was deleted")
+        return Ending("deleted", None)
 
     def _is_idle(self) -> bool:
         """False when the stream shows what is past already, and somebody answered in between."""
@@ -204,13 +215,31 @@ def _final_error(event: StreamEvent) -> str | None:
     return None if error["retry_status"]["type"] == "retrying" else str(error["message"])
 
 
-def converse(chat: Chat, asker: Asker, screen: Screen, *, clock: Callable[[], float] = time.monotonic) -> int:
-    """Message after message, until the person leaves or the session ends. Without a person a bad end fails the command."""
+class Talker(Protocol):
+    """Takes one message after another."""
+
+    def say(self, text: str) -> Ending:
+        """Send a message and attend its turn."""
+        ...
+
+
+def converse(
+    talker: Talker,
+    asker: Asker,
+    screen: Screen,
+    *,
+    first: str | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Message after message, until the person leaves or the session ends. Without a person a bad end fails the command.
+
+    `first` is a message that was read already.
+    """
     pressed_s: float | None = None
     code = OK
     while True:
         try:
-            text = asker.ask("> ")
+            text, first = asker.ask("> ") if first is None else first, None
         except KeyboardInterrupt:
             now_s = clock()
             if pressed_s is not None and now_s - pressed_s <= AGAIN_S:
@@ -222,7 +251,7 @@ def converse(chat: Chat, asker: Asker, screen: Screen, *, clock: Callable[[], fl
             return code
         if not text.strip():
             continue
-        ending = chat.say(text)
+        ending = talker.say(text)
         if not ending.is_good:
             screen.tell(ending.explain())
             code = OK if asker.is_interactive else FAILED

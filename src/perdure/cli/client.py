@@ -102,12 +102,17 @@ class Client:
         return self._request("POST", path, body=body or {})
 
     def is_answering(self) -> bool:
-        """Whether the server is there and takes the key. One try."""
+        """Whether a Perdure is there that knows the key, be it busy or without its database. One try."""
         try:
             response = self._http.get("/v1/sessions", params={"limit": 1}, timeout=CONNECT_S)
-        except httpx2.HTTPError:
+            answer: Any = response.json()
+        except (httpx2.HTTPError, httpx2.InvalidURL, ValueError):
             return False
-        return response.is_success
+        if not isinstance(answer, dict):
+            return False
+        return (response.is_success and "data" in answer) or (
+            response.status_code in RETRIED_STATUSES and "error" in answer
+        )
 
     def _request(
         self,

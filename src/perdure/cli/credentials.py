@@ -1,16 +1,19 @@
 """The file `credentials.json` of a data directory, and which server and key the client verbs use.
 
-The server writes the file when it is ready (mode 0600, replaced whole); here it is only read.
+A server leaves the file when it is ready; see `announcing`. Here it is only read.
 """
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, cast
+from urllib.parse import urlsplit
 
 import msgspec
 
 from perdure.cli.exits import REFUSED, CommandFailed
+from perdure.settings import DEFAULT_DATA
 
 FILE_NAME: Final = "credentials.json"
 URL_VARIABLE: Final = "PERDURE_URL"
@@ -21,8 +24,11 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
     """What the last server of a data directory left. A field that is missing or of another type is None."""
 
     url: str | None = None
+    """None when no server runs there, as far as the file knows."""
     api_key: str | None = None
     pid: int | None = None
+    damage: str | None = None
+    """Why there is a file that can't be read."""
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -36,17 +42,19 @@ def read_credentials(data: Path) -> Credentials:
     """What stands in the file; empty when there is none that can be read."""
     try:
         found: Any = json.loads((data / FILE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError):
         return Credentials()
+    except OSError as error:
+        return Credentials(damage=error.strerror or str(error))
+    except ValueError:
+        return Credentials(damage="it is not JSON")
     if not isinstance(found, dict):
-        return Credentials()
+        return Credentials(damage="it is not a JSON object")
     fields = cast("dict[str, Any]", found)
     url, api_key, pid = fields.get("url"), fields.get("api_key"), fields.get("pid")
-    return Credentials(
-        url=url if isinstance(url, str) else None,
-        api_key=api_key if isinstance(api_key, str) else None,
-        pid=pid if isinstance(pid, int) else None,
-    )
+    if not (isinstance(url, str | None) and isinstance(api_key, str | None)):
+        return Credentials(damage="url and api_key are not text")
+    return Credentials(url=url, api_key=api_key, pid=pid if isinstance(pid, int) else None)
 
 
 def find_target(
@@ -59,13 +67,8 @@ def find_target(
     kept = read_credentials(data)
     chosen_url = (url or environ.get(URL_VARIABLE) or kept.url or "").rstrip("/")
     if not chosen_url:
-        raise CommandFailed(
-            f"No server is known: start one with `perdure up` (it leaves {str(data / FILE_NAME)!r}), "
-            f"or set {URL_VARIABLE} or --url.",
-            code=REFUSED,
-        )
-    if not chosen_url.startswith(("http://", "https://")):
-        raise CommandFailed(f"The URL {chosen_url!r} must start with http:// or https://.", code=REFUSED)
+        raise _no_server(data, kept)
+    _check_url(chosen_url)
     chosen_key = api_key or environ.get(KEY_VARIABLE)
     if not chosen_key and kept.url is not None and chosen_url == kept.url.rstrip("/"):
         chosen_key = kept.api_key
@@ -76,3 +79,30 @@ def find_target(
             code=REFUSED,
         )
     return Target(chosen_url, chosen_key)
+
+
+def data_option(data: Path) -> str:
+    """What to add to a command so that it means this data directory: nothing for the default one."""
+    return "" if data == Path(DEFAULT_DATA) else f" --data {shlex.quote(str(data))}"
+
+
+def _no_server(data: Path, kept: Credentials) -> CommandFailed:
+    path = str(data / FILE_NAME)
+    start = f"`perdure up{data_option(data)}`"
+    if kept.damage is not None:
+        message = f"{path!r} is damaged ({kept.damage}): {start} writes it anew, or set {URL_VARIABLE} or --url."
+    elif kept.api_key is not None:
+        message = f"No server runs in {str(data)!r}: start one with {start}, or set {URL_VARIABLE} or --url."
+    else:
+        message = f"No server is known: start one with {start} (it leaves {path!r}), or set {URL_VARIABLE} or --url."
+    return CommandFailed(message, code=REFUSED)
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_fit = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_fit = False
+    if not is_fit:
+        raise CommandFailed(f"The URL {url!r} can't be used: it must start with http:// or https://.", code=REFUSED)

@@ -38,6 +38,7 @@ class Following:
         self._events: Iterator[StreamEvent] | None = None
         self._anchor: str | None = None
         self._skipping = False
+        self._was_open = False
 
     def __enter__(self) -> Self:
         self._open()
@@ -93,10 +94,17 @@ class Following:
                     raise self._given_up(lost) from None
                 self._sleep(pause_s)
             else:
+                self._was_open = True
                 return
 
     def _given_up(self, lost: StreamLost) -> CommandFailed:
+        url = self._client.target.url
+        if not self._was_open:
+            return CommandFailed(
+                f"The events of {self._session_id} can't be read: no answer from {url} ({lost}). "
+                "Is it running? Start it with `perdure up`."
+            )
         return CommandFailed(
-            f"The stream of {self._session_id} was lost ({lost}) and {self._client.target.url} does not come back. "
+            f"The stream of {self._session_id} was lost ({lost}) and {url} does not come back. "
             f"The session goes on by itself: `perdure chat --session {self._session_id}` returns to it."
         )

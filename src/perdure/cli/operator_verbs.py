@@ -4,7 +4,8 @@ import asyncio
 
 import msgspec
 
-from perdure.bootstrap import diagnose, migrate
+from perdure.bootstrap import migrate
+from perdure.cli.diagnosis import diagnose
 from perdure.cli.exits import FAILED, OK
 from perdure.cli.starting import check_database, explained
 from perdure.cli.table import show_json
@@ -32,7 +33,7 @@ def migrate_database(settings: Settings, *, as_json: bool) -> int:
         await check_database(settings)
         return await migrate(settings)
 
-    with explained():
+    with explained(settings):
         applied = asyncio.run(run())
     if as_json:
         show_json({"applied": applied})

@@ -8,11 +8,13 @@ from types import FrameType
 
 import msgspec
 
-from perdure.cli.asking import Asker
+from perdure.cli.announcing import announced, find_neighbour
+from perdure.cli.asking import Asker, check_message, first_line
 from perdure.cli.beginning import LOCAL_MODEL, Wish, begin_session
-from perdure.cli.chat import Chat, converse
+from perdure.cli.chat import Chat
+from perdure.cli.chatting import converse_anew
 from perdure.cli.client import Client
-from perdure.cli.credentials import Target, read_credentials
+from perdure.cli.credentials import Target
 from perdure.cli.exits import FAILED, OK, CommandFailed, Left
 from perdure.cli.screen import TextScreen, Trail
 from perdure.cli.starting import check_address, explained, is_taken
@@ -23,6 +25,8 @@ def run(
     settings: Settings, message: str | None, wish: Wish, screen: TextScreen, asker: Asker, *, port_given: bool
 ) -> int:
     """Use the server of the data directory if it answers, else start one for as long as this takes."""
+    check_message(message)
+    first = first_line(asker) if message is None else None
     if wish.model == LOCAL_MODEL or (
         wish.model is None and not settings.anthropic_api_key and not settings.anthropic_base_url
     ):
@@ -30,17 +34,18 @@ def run(
     with _on_termination(), _server(settings, screen, port_given=port_given) as target:
         client = Client(target)
         try:
-            begun = begin_session(client, wish, message)
-            screen.tell(begun.note or f"Model {begun.model}.")
             if message is not None:
-                return _one_message(client, begun.session_id, message, screen, asker)
-            screen.tell(f"Session {begun.session_id}. Ctrl-C interrupts a turn, Ctrl-D leaves.")
-            return converse(Chat(client, begun.session_id, screen, asker), asker, screen)
+                return _one_message(client, message, wish, screen, asker)
+            return converse_anew(client, wish, screen, asker, first=first)
         finally:
             client.close()
 
 
-def _one_message(client: Client, session_id: str, message: str, screen: TextScreen, asker: Asker) -> int:
+def _one_message(client: Client, message: str, wish: Wish, screen: TextScreen, asker: Asker) -> int:
+    begun = begin_session(client, wish, message)
+    for note in begun.notes:
+        screen.tell(note)
+    session_id = begun.session_id
     trail = Trail(screen)
     try:
         ending = Chat(client, session_id, trail, asker).say(message)
@@ -57,18 +62,11 @@ def _one_message(client: Client, session_id: str, message: str, screen: TextScre
 
 @contextlib.contextmanager
 def _server(settings: Settings, screen: TextScreen, *, port_given: bool) -> Generator[Target]:
-    kept = read_credentials(settings.data)
-    if kept.url is not None and kept.api_key is not None:
-        target = Target(kept.url, kept.api_key)
-        client = Client(target)
-        try:
-            is_up = client.is_answering()
-        finally:
-            client.close()
-        if is_up:
-            screen.tell(f"Using the server at {target.url}.")
-            yield target
-            return
+    neighbour = find_neighbour(settings.data)
+    if neighbour is not None:
+        screen.tell(f"Using the server at {neighbour.url}.")
+        yield neighbour
+        return
     with _own_server(settings, screen, port_given=port_given) as target:
         yield target
 
@@ -85,11 +83,12 @@ def _own_server(settings: Settings, screen: TextScreen, *, port_given: bool) -> 
     screen.tell(f"Starting PostgreSQL, API and engine in {str(settings.data)!r} ...")
     background = BackgroundServer(settings)
     try:
-        with explained():
+        with explained(settings):
             server = background.start()
         assert server.url is not None and server.api_key is not None
         screen.tell(f"Ready at {server.url}.")
-        yield Target(server.url, server.api_key)
+        with announced(settings.data, server, None):
+            yield Target(server.url, server.api_key)
     finally:
         background.stop()
 

@@ -10,6 +10,7 @@ from perdure.cli.text import compact, harmless, one_line, text_of
 RESULT_LINES_MAX: Final = 8
 """Lines of a tool's result that are shown; the events have all of it."""
 
+_CALLS: Final = frozenset({"agent.tool_use", "agent.custom_tool_use"})
 _DIM: Final = "2"
 _RED: Final = "31"
 _CYAN: Final = "36"
@@ -61,6 +62,7 @@ class TextScreen:
         self._err = err
         self._colour = colour
         self._own: set[str] = set()
+        self._tools: dict[str, str] = {}
         self._preview_id: str | None = None
         self._shown = ""
         self._mid_line = False
@@ -76,7 +78,7 @@ class TextScreen:
             case "agent.message":
                 self._show_message(data)
             case "agent.tool_use" | "agent.custom_tool_use":
-                name = harmless(str(data["name"]))
+                name = self._tools[str(data["id"])] = one_line(str(data["name"]))
                 self._line(f"\N{RIGHTWARDS ARROW} {name} {one_line(compact(data['input']))}", _CYAN)
             case "agent.tool_result":
                 self._show_result(data)
@@ -125,6 +127,9 @@ class TextScreen:
         if len(lines) > len(shown):
             shown.append(f"({len(lines) - len(shown)} more lines)")
         colour = _RED if data.get("is_error") else _DIM
+        # A call from before this screen was there has no name here.
+        name = self._tools.get(str(data["tool_use_id"]), "a tool")
+        self._line(f"\N{LEFTWARDS ARROW} {name}{' failed' if data.get('is_error') else ''}", colour)
         for line in shown:
             self._line("  " + line, colour)
 
@@ -179,7 +184,8 @@ class Trail:
 
     def lines(self) -> list[str]:
         """One line an event: time, type, a short detail."""
-        return [f"{_clock(data)}  {data['type']!s:<34} {_detail(data)}".rstrip() for data in self._events]
+        tools = {str(d["id"]): str(d["name"]) for d in self._events if d["type"] in _CALLS}
+        return [f"{_clock(data)}  {data['type']!s:<34} {_detail(data, tools)}".rstrip() for data in self._events]
 
 
 def _clock(data: Json) -> str:
@@ -188,7 +194,7 @@ def _clock(data: Json) -> str:
     return str(at)[11:23] if isinstance(at, str) else "(waiting)   "
 
 
-def _detail(data: Json) -> str:
+def _detail(data: Json, tools: dict[str, str]) -> str:
     kind = str(data["type"])
     match kind:
         case "user.message" | "system.message" | "agent.message":
@@ -196,7 +202,8 @@ def _detail(data: Json) -> str:
         case "agent.tool_use" | "agent.custom_tool_use":
             return one_line(f"{data['name']} {compact(data['input'])}")
         case "agent.tool_result" | "user.custom_tool_result":
-            return one_line(("error: " if data.get("is_error") else "") + text_of(data.get("content")))
+            name = tools.get(str(data.get("tool_use_id") or data.get("custom_tool_use_id")), "a tool")
+            return one_line(f"{name}{' failed' if data.get('is_error') else ''}: {text_of(data.get('content'))}")
         case "user.tool_confirmation":
             return str(data["result"])
         case "session.status_idle" | "session.thread_status_idle":

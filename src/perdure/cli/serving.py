@@ -5,12 +5,14 @@ import json
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from typing import Final
 
 import msgspec
 
 from perdure.bootstrap import Server, open_server
-from perdure.cli.credentials import FILE_NAME, read_credentials
+from perdure.cli.announcing import announced, find_neighbour, still_there
+from perdure.cli.credentials import FILE_NAME, data_option, read_credentials
 from perdure.cli.exits import FAILED, OK
 from perdure.cli.starting import check_address, check_database, describe_database, explained
 from perdure.environments.local import LocalEnvironment
@@ -31,9 +33,11 @@ def serve(settings: Settings, roles: Roles, *, as_json: bool) -> int:
     """Run the process until a signal. Raises `CommandFailed` when it can't start."""
     if roles.api:
         check_address(settings)
+    if roles.worker and settings.warm_model is not None:
+        _check_warm(settings, settings.warm_model)
     import uvloop
 
-    with explained(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with explained(settings), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Process(settings, roles, as_json=as_json).run())
 
 
@@ -48,6 +52,7 @@ class _Process:
         self._is_ready = False
         self._task: asyncio.Task[int] | None = None
         self._known_key = read_credentials(settings.data).api_key
+        self._neighbour = find_neighbour(settings.data) if roles.api else None
 
     async def run(self) -> int:
         """Start, wait for the end, drain."""
@@ -72,16 +77,23 @@ class _Process:
         say("Starting ...")
         async with open_server(self._settings, api=self._roles.api, worker=self._roles.worker) as server:
             self._is_ready = True
-            self._announce(server)
-            told = asyncio.create_task(self._told.wait())
-            closed = asyncio.create_task(server.wait_closed())
-            await asyncio.wait((told, closed), return_when=asyncio.FIRST_COMPLETED)
-            was_told = told.done()
-            told.cancel()
-            await server.drain()
-            await closed
+            self._neighbour = await asyncio.to_thread(still_there, self._neighbour)
+            with announced(self._settings.data, server, self._neighbour) if self._roles.api else nullcontext():
+                self._announce(server)
+                was_told = await self._wait_for_end(server)
         say("Stopped." if was_told else "The server ended by itself; its log says why.")
         return OK if was_told else FAILED
+
+    async def _wait_for_end(self, server: Server) -> bool:
+        """Drain when told to, or see it end by itself. True when it was told."""
+        told = asyncio.create_task(self._told.wait())
+        closed = asyncio.create_task(server.wait_closed())
+        await asyncio.wait((told, closed), return_when=asyncio.FIRST_COMPLETED)
+        was_told = told.done()
+        told.cancel()
+        await server.drain()
+        await closed
+        return was_told
 
     def _on_signal(self, name: str) -> None:
         if self._told.is_set():
@@ -120,10 +132,30 @@ class _Process:
             print(f"Worker {server.pid} is ready.", flush=True)
             return
         print(f"Perdure is ready at {server.url} (process {server.pid}).", flush=True)
-        path = self._settings.data / FILE_NAME
+        data = self._settings.data
+        path = str(data / FILE_NAME)
         if server.api_key is not None and server.api_key != self._known_key:
             print(f"A new API key of the workspace `default`: {server.api_key}", flush=True)
-        print(f"The key is in {str(path)!r}. Talk to it: perdure chat", flush=True)
+        if self._neighbour is None:
+            print(f"The key is in {path!r}. Talk to it: perdure chat{data_option(data)}", flush=True)
+        else:
+            print(
+                f"{path!r} goes on naming the server at {self._neighbour.url}, which runs there too. "
+                f"Talk to this one: perdure chat --url {server.url} --api-key KEY",
+                flush=True,
+            )
+
+
+def _check_warm(settings: Settings, model: str) -> None:
+    """A model to make ready that nobody serves is a mistake, but none that keeps turns of others from running."""
+    from perdure.models.router import Router, RouterSettings
+    from perdure.ports.model import ModelUnknown
+
+    keys = RouterSettings(anthropic_api_key=settings.anthropic_api_key, anthropic_base_url=settings.anthropic_base_url)
+    try:
+        Router(keys).check(model)
+    except ModelUnknown as unknown:
+        say(f"Warning: warm_model makes nothing ready. {unknown}")
 
 
 def say(text: str) -> None:

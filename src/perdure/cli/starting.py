@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
+from perdure.cli.credentials import data_option
 from perdure.cli.exits import REFUSED, CommandFailed
 from perdure.settings import Settings
 
@@ -16,8 +17,6 @@ DATABASE_S: Final = 15.0
 
 def is_taken(host: str, port: int) -> bool:
     """Whether somebody else listens there. Raises `CommandFailed` for an address that can't be had at all."""
-    if port == 0:
-        return False
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -29,7 +28,7 @@ def is_taken(host: str, port: int) -> bool:
             if error.errno == errno.EADDRINUSE:
                 return True
             raise CommandFailed(
-                f"Can't listen on {host}:{port}: {error}. Choose --host and --port.", code=REFUSED
+                f"Can't listen on {host}:{port}: {_reason(error)}. Choose --host and --port.", code=REFUSED
             ) from None
     return False
 
@@ -53,8 +52,31 @@ async def check_database(settings: Settings) -> None:
     await wait_ready(settings.database_url, DATABASE_S)
 
 
+def check_made(settings: Settings) -> None:
+    """Refuse a data directory that is not there, for verbs that work with what is: a typing error makes no database."""
+    if settings.database_url is not None:
+        return
+    data = settings.data
+    try:
+        if (data / "pg").is_dir():
+            return
+        make = f"`perdure up{data_option(data)}` makes one. "
+        if data.is_dir():
+            what = f"has no database of its own: {make}"
+        elif data.exists():
+            what = "is a file. "
+        else:
+            what = f"does not exist: {make}"
+    except OSError as error:
+        what = f"can't be read: {_reason(error)}. "
+    raise CommandFailed(
+        f"The data directory {str(data)!r} {what}Name another with --data, or a database with --database-url.",
+        code=REFUSED,
+    )
+
+
 @contextmanager
-def explained() -> Generator[None]:
+def explained(settings: Settings) -> Generator[None]:
     """Turn what may keep a server from starting into a message for the person. A bug of ours keeps its traceback."""
     from perdure.domain.errors import Unavailable
     from perdure.postgres.embedded import EmbeddedPostgresError
@@ -62,11 +84,25 @@ def explained() -> Generator[None]:
 
     try:
         yield
-    except (EmbeddedPostgresError, MigrationError, OSError) as error:
+    except (EmbeddedPostgresError, MigrationError) as error:
         raise CommandFailed(f"Can't start: {str(error).rstrip('.')}.", code=REFUSED) from error
+    except OSError as error:
+        raise CommandFailed(f"Can't start: {_explain(error, settings)}.", code=REFUSED) from error
     except Unavailable as error:
         message = "Can't start: the database went away. `perdure doctor` looks for the reason."
         raise CommandFailed(message, code=REFUSED) from error
+
+
+def _explain(error: OSError, settings: Settings) -> str:
+    """What could not be had: the system names a path only where it was asked for one."""
+    if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
+        return f"{settings.host}:{settings.port}: {_reason(error)}; choose others with --host and --port"
+    path = settings.data if error.filename is None else error.filename
+    return f"{str(path)!r}: {_reason(error)}; choose another directory with --data"
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def describe_database(settings: Settings) -> str:

@@ -35,6 +35,13 @@ def show_rows(columns: Sequence[str], rows: Sequence[dict[str, Any]], *, as_json
     Console().print(table)
 
 
+def show_fields(fields: dict[str, Any]) -> None:
+    """Print one thing, a line a field."""
+    width = max(map(len, fields))
+    for name, value in fields.items():
+        print(f"{name:<{width}}  {_cell(value)}")
+
+
 def show_json(value: Any) -> None:
     """One line of JSON."""
     print(json.dumps(value, ensure_ascii=False), flush=True)

@@ -41,6 +41,7 @@ class Draft:
         self.controls: dict[int, Control] = {c.seq: c for c in facts.controls}
         self.wakeups: dict[UUID, Wakeup] = {w.thread_id: w for w in facts.wakeups}
         self.submissions: dict[bytes, Submission] = {s.digest: s for s in facts.submissions}
+        self._found = facts.submissions
         self.dead_workers = facts.dead_workers
         self.events: list[Event] = []
         self.transcript: list[TranscriptEntry] = []
@@ -82,6 +83,7 @@ class Draft:
             rows=rows,
             stamps=self._merged_stamps(),
             slept=sorted(self._slept),
+            found=self._found if self.expected_rev is None else (),
         )
 
     def _merged_stamps(self) -> list[Stamp]:

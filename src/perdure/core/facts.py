@@ -9,7 +9,7 @@ import msgspec
 from perdure.domain.barrier import Action
 from perdure.domain.control import Control
 from perdure.domain.event import Event
-from perdure.domain.mailbox import WAITING_COUNT_MAX, WAITING_HEADS_MAX, Input
+from perdure.domain.mailbox import WAITING_COUNT_MAX, Input
 from perdure.domain.session import Session, SessionConfig, Thread
 from perdure.domain.step import Step
 from perdure.domain.submission import Submission, SubmissionKey
@@ -95,6 +95,8 @@ class Changes(msgspec.Struct, kw_only=True):
     stamps: list[Stamp]
     slept: list[UUID]
     """Threads whose wakeup is consumed."""
+    found: tuple[Submission, ...] = ()
+    """The records of earlier requests that the making of a session was decided by: no other one may be replaced."""
 
     def of(self, kind: type[Row]) -> list[Row]:
         """The rows of one table."""
@@ -105,13 +107,12 @@ def needs_of(command: Command) -> Needs:
     """What to read for a command."""
     match command:
         case CreateSession():
-            return Needs(heads_max=WAITING_HEADS_MAX, digests=_digests(command.submission))
+            return Needs(digests=_digests(command.submission))
         case Accept():
             refs = tuple(a.action_id for a in command.arrivals if a.action_id is not None)
-            heads_max = WAITING_HEADS_MAX if any(a.kind == "interrupt" for a in command.arrivals) else 0
-            if command.claim_by is not None:
-                # What goes on at once may end by an error, which drops all that waits.
-                heads_max = WAITING_COUNT_MAX
+            # Each interrupt may end the head that waits; and what goes on at once may end by an error, which drops all that does.
+            ends = command.claim_by is not None or any(a.kind == "interrupt" for a in command.arrivals)
+            heads_max = WAITING_COUNT_MAX if ends else 0
             return Needs(heads_max=heads_max, actions=refs, digests=_digests(command.submission))
         case Advance():
             # Any of them may end a turn by an error, which drops all that waits.

@@ -15,7 +15,7 @@ import msgspec
 from perdure.domain.errors import Unavailable
 from perdure.domain.event import Event
 from perdure.ports.bus import Hint, Preview, PreviewDelta, PreviewStarted
-from perdure.ports.ledger import Committed, SeenEvent
+from perdure.ports.ledger import READ_ROWS_MAX, Committed, SeenEvent, is_full, stored_bytes
 
 BACKLOG_ROWS_MAX: Final = 256
 BACKLOG_BYTES_MAX: Final = 1024 * 1024
@@ -24,12 +24,12 @@ BACKLOG_BYTES_MAX: Final = 1024 * 1024
 CATCH_UP_S: Final = 5.0
 """A reader that was fed from the ledger for so long, while more was committed, is too slow: it is cut off, and resumes by its last id."""
 
-READ_ROWS: Final = 200
 RECHECK_S: Final = 2.0
 """The heads of all watched sessions are read this often, in one query: a lost hint costs no more."""
 
-RING_ROWS: Final = 256
-"""Recent rows kept, so that a row that refers to one of them needs no read."""
+RING_ROWS_MAX: Final = 256
+RING_BYTES_MAX: Final = 1024 * 1024
+"""Recent rows kept, so that a row that refers to one of them needs no read. Watched sessions are many: a large body is read again."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class FeedSource(Protocol):
     """What a feed reads."""
 
     async def read_feed(self, session_id: UUID, after_seq: int, limit: int) -> list[SeenEvent] | None:
-        """Rows after a cursor; None when the session is gone."""
+        """Rows after a cursor, up to the bounds that `is_full` knows; None when the session is gone."""
         ...
 
     async def read_head(self, session_id: UUID) -> int | None:
@@ -104,7 +104,7 @@ class Subscription:
         """Read what the feed passed before this reader came, a page at a time, as fast as the reader takes it."""
         self._reading = True
         try:
-            rows = await self._feed.source.read_feed(self._feed.session_id, self._last_seq, READ_ROWS)
+            rows = await self._feed.source.read_feed(self._feed.session_id, self._last_seq, READ_ROWS_MAX)
         finally:
             self._reading = False
         if rows is None:
@@ -112,7 +112,7 @@ class Subscription:
             return
         for seen in rows:
             self._last_seq = seen.event.seq
-            self._items.append((Row(seen), 0))
+            self._push(Row(seen), seen.size_bytes)
         if self._last_seq >= self._feed.head:
             self._behind_s = None
 
@@ -175,14 +175,23 @@ class Subscription:
 class _Feed:
     """The tail of one session."""
 
-    def __init__(self, session_id: UUID, head: int, source: FeedSource, forget: Callable[[UUID], None]) -> None:
+    def __init__(
+        self,
+        session_id: UUID,
+        head: int,
+        source: FeedSource,
+        forget: Callable[[UUID], None],
+        tell: Callable[[Exception], None],
+    ) -> None:
         self.session_id = session_id
         self.head = head
         self.source = source
         self._forget = forget
+        self._tell = tell
         self._readers: set[Subscription] = set()
         self._ring: dict[int, Event] = {}
-        self._closed_items: deque[UUID] = deque(maxlen=RING_ROWS)
+        self._ring_bytes = 0
+        self._closed_items: deque[UUID] = deque(maxlen=RING_ROWS_MAX)
         self._stale = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -227,14 +236,21 @@ class _Feed:
     def _deliver(self, seen: SeenEvent) -> None:
         event = seen.event
         self.head = event.seq
-        self._ring[event.seq] = event
-        if len(self._ring) > RING_ROWS:
-            del self._ring[next(iter(self._ring))]
+        self._keep(event)
         if event.type == "item.closed" and event.item_id is not None:
             self._closed_items.append(event.item_id)
-        size = len(event.snap) + len(event.body or b"") + len((seen.referred.body if seen.referred else None) or b"")
+        size = seen.size_bytes
         for reader in tuple(self._readers):
             reader.take(seen, size)
+
+    def _keep(self, event: Event) -> None:
+        size = stored_bytes(event)
+        if size > RING_BYTES_MAX:
+            return
+        self._ring[event.seq] = event
+        self._ring_bytes += size
+        while len(self._ring) > RING_ROWS_MAX or self._ring_bytes > RING_BYTES_MAX:
+            self._ring_bytes -= stored_bytes(self._ring.pop(next(iter(self._ring))))
 
     async def _follow(self) -> None:
         while True:
@@ -244,26 +260,30 @@ class _Feed:
                 if not await self._catch_up():
                     self.end(Gone())
                     return
-            except Unavailable:
-                continue  # the recheck marks it stale again
+            except Exception as error:  # noqa: BLE001  its readers wait: the recheck marks it stale again
+                self._tell(error)
 
     async def _catch_up(self) -> bool:
         while True:
-            rows = await self.source.read_feed(self.session_id, self.head, READ_ROWS)
+            rows = await self.source.read_feed(self.session_id, self.head, READ_ROWS_MAX)
             if rows is None:
                 return False
             for seen in rows:
                 if seen.event.seq == self.head + 1:
                     self._deliver(seen)
-            if len(rows) < READ_ROWS:
+            if not is_full(rows, READ_ROWS_MAX):
                 return True
 
 
 class Feeds:
-    """The feeds of this process. Memory follows the readers: a session nobody watches costs nothing."""
+    """The feeds of this process. Memory follows the readers: a session nobody watches costs nothing.
 
-    def __init__(self, source: FeedSource) -> None:
+    `on_trouble` is told of errors that no outage explains; the read is made again all the same.
+    """
+
+    def __init__(self, source: FeedSource, *, on_trouble: Callable[[Exception], None] | None = None) -> None:
         self._source = source
+        self._on_trouble = on_trouble
         self._feeds: dict[UUID, _Feed] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._rechecking: asyncio.Task[None] | None = None
@@ -280,7 +300,7 @@ class Feeds:
             return None
         feed = self._feeds.get(session_id)
         if feed is None:
-            feed = self._feeds[session_id] = _Feed(session_id, head, self._source, self._forget)
+            feed = self._feeds[session_id] = _Feed(session_id, head, self._source, self._forget, self._tell)
             feed.start()
         if self._rechecking is None:
             self._rechecking = asyncio.create_task(self._recheck(), name="feeds-recheck")
@@ -325,11 +345,16 @@ class Feeds:
                 continue
             try:
                 heads = await self._source.read_heads(list(self._feeds))
-            except Unavailable:
+            except Exception as error:  # noqa: BLE001  a supervised loop
+                self._tell(error)
                 continue
             for session_id, feed in self._feeds.items():
                 if heads.get(session_id) != feed.head:
                     feed.mark_stale()
+
+    def _tell(self, error: Exception) -> None:
+        if self._on_trouble is not None and not isinstance(error, Unavailable):
+            self._on_trouble(error)
 
     def _forget(self, session_id: UUID) -> None:
         feed = self._feeds.pop(session_id, None)

@@ -15,7 +15,7 @@ from uuid import UUID
 import msgspec
 
 from perdure.domain.errors import Refused
-from perdure.domain.submission import LOST_FLAG_S, SubmissionKey, Written
+from perdure.domain.submission import LOST_FLAG_S, SubmissionKey, Written, WrittenNote
 
 IDEMPOTENCY_KEY_BYTES_MAX: Final = 256
 IN_FLIGHT_WAIT_S: Final = 30.0
@@ -36,10 +36,12 @@ Connection: TypeAlias = tuple[str, int]
 class Attempt:
     """One request on its way. Made by `enter`; the caller tells it how it went."""
 
-    __slots__ = ("_left", "begun_at", "connection_reused", "digest", "previous", "written_at")
+    __slots__ = ("_left", "begun_at", "connection_reused", "digest", "number", "previous", "written_at")
 
-    def __init__(self, digest: bytes, begun_at: datetime, previous: "Attempt | None") -> None:
+    def __init__(self, digest: bytes, number: int, begun_at: datetime, previous: "Attempt | None") -> None:
         self.digest = digest
+        self.number = number
+        """The retry count that it came with."""
         self.begun_at = begun_at
         self.previous = previous
         self.written_at: datetime | None = None
@@ -81,7 +83,7 @@ class Submissions:
         self._latest: OrderedDict[bytes, Attempt] = OrderedDict()
         self._last_on: OrderedDict[Connection, Attempt] = OrderedDict()
         self._written: list[Attempt] = []
-        self._notes: list[tuple[bytes, datetime, bool]] = []
+        self._notes: list[WrittenNote] = []
 
     @property
     def remembered_count(self) -> int:
@@ -139,7 +141,7 @@ class Submissions:
         if previous is not None and not repeats:
             # The client makes the request anew, so it is done with the one before: a later retry is not of that.
             previous.connection_reused = True
-        attempt = Attempt(key.digest, now, previous)
+        attempt = Attempt(key.digest, key.attempt, now, previous)
         self._latest[key.digest] = attempt
         self._latest.move_to_end(key.digest)
         return attempt, msgspec.structs.replace(key, first_response=_first_response(previous))
@@ -180,13 +182,17 @@ class Submissions:
             if len(self._last_on) > self._entries_max:
                 self._last_on.popitem(last=False)
 
-    def take_notes(self) -> list[tuple[bytes, datetime, bool]]:
-        """Responses written since the last call, for the ledger: (digest, when, whether its connection was used again)."""
+    def take_notes(self) -> list[WrittenNote]:
+        """Responses written since the last call, for the ledger."""
         written, self._written = self._written, []
         notes, self._notes = self._notes, []
-        return notes + [(a.digest, a.written_at, a.connection_reused) for a in written if a.written_at is not None]
+        return notes + [
+            WrittenNote(a.digest, a.number, a.written_at, a.connection_reused)
+            for a in written
+            if a.written_at is not None
+        ]
 
-    def give_back_notes(self, notes: list[tuple[bytes, datetime, bool]]) -> None:
+    def give_back_notes(self, notes: list[WrittenNote]) -> None:
         """The ledger could not take them: they come again with the next ones."""
         self._notes = notes[-self._entries_max :]
 

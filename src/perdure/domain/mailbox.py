@@ -31,9 +31,6 @@ WAITING_COUNT_MAX: Final = 1_000
 WAITING_BYTES_MAX: Final = 64 * 1024 * 1024
 """Bytes waiting in one thread: two requests of the largest size."""
 
-WAITING_HEADS_MAX: Final = 32
-"""How many waiting inputs a decider sees: enough for any claim, little enough for any mailbox."""
-
 
 class Input(msgspec.Struct, frozen=True, kw_only=True):
     """One accepted thing. `seq` is its receipt sequence and, with the session, its key."""

@@ -58,6 +58,16 @@ class Written(msgspec.Struct, frozen=True):
     connection_reused: bool
 
 
+class WrittenNote(msgspec.Struct, frozen=True):
+    """What the ledger is told, some time later, of a response that went out in full."""
+
+    digest: bytes
+    attempt: int
+    """The retry count of the request that it answered."""
+    at: datetime
+    connection_reused: bool
+
+
 class New(msgspec.Struct, frozen=True):
     """Admit it."""
 

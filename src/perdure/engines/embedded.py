@@ -6,6 +6,7 @@ global limit bounds runners and never changes the order within a session, becaus
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Final, Protocol
 from uuid import UUID, uuid4
@@ -22,6 +23,7 @@ from perdure.ports.ledger import (
     Advance,
     Answered,
     Committed,
+    Idle,
     Ledger,
     ModelErred,
     Perform,
@@ -159,9 +161,10 @@ class _Runner:
 
     async def _advance(self, outcome: StepOutcome | None) -> Answered:
         """One look, repeated with the same id until the ledger answers."""
-        if self.engine.draining and self._lease is not None:
-            return await self._drain(outcome)
-        return await self._ask(outcome, draining=False)
+        if not self.engine.draining:
+            return await self._ask(outcome, draining=False)
+        # Without a turn of ours there is nothing to give back, and nothing more is begun.
+        return Idle() if self._lease is None else await self._drain(outcome)
 
     async def _ask(self, outcome: StepOutcome | None, *, draining: bool) -> Answered:
         # What is committed from now on may come too late for this look, so it pokes for the next.
@@ -175,13 +178,16 @@ class _Runner:
             outcome=outcome,
             draining=draining,
         )
-        given_up_at = asyncio.get_running_loop().time() + DRAIN_LEDGER_S if draining else None
+        given_up_at = math.inf
         while True:
             try:
                 return await self.engine.ledger.advance(command)
             except Unavailable:
-                if given_up_at is not None and asyncio.get_running_loop().time() > given_up_at:
+                now = asyncio.get_running_loop().time()
+                if now > given_up_at:
                     raise
+                if self.engine.draining and given_up_at == math.inf:
+                    given_up_at = now + DRAIN_LEDGER_S
                 await asyncio.sleep(RETRY_S)
 
     async def _drain(self, outcome: StepOutcome | None) -> Answered:
@@ -246,7 +252,9 @@ class EmbeddedEngine:
         self._fenced = False
         self._runners: dict[tuple[UUID, UUID], tuple[_Runner, asyncio.Task[None]]] = {}
         self._pending: dict[tuple[UUID, UUID], None] = {}
-        self._offered: set[UUID] = set()
+        self._offered: dict[UUID, UUID] = {}
+        """The worker id that each open offer was made under."""
+        self._unattended: set[Work] = set()
         self._timers: dict[tuple[UUID, UUID], asyncio.TimerHandle] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._abandoned: set[asyncio.Task[StepOutcome]] = set()
@@ -280,17 +288,17 @@ class EmbeddedEngine:
         known = session_id in self._offered or (session_id, ids.primary_thread(session_id)) in self._runners
         if busy or known or self.draining or self._fenced or not self.seat.may_start():
             return None
-        self._offered.add(session_id)
+        self._offered[session_id] = self.seat.id
         return self.seat.id
 
     def settle(self, session_id: UUID) -> None:
         """The admission is through; what it claimed came with its commit. Looks that waited for it may begin."""
-        self._offered.discard(session_id)
+        self._offered.pop(session_id, None)
         self._fill()
 
     def _take(self, key: tuple[UUID, UUID], claimed: Perform) -> None:
         """Run a turn that is ours already. No runner can be there: none was at the offer, and `kick` left the thread alone since."""
-        if self._fenced:
+        if self._fenced or self._offered.get(key[0]) != self.seat.id:
             # Claimed under a name that is dead by now: it is taken over like any other turn of the dead.
             self._pending.setdefault(key)
             return
@@ -348,6 +356,9 @@ class EmbeddedEngine:
             await runner.run()
         except asyncio.CancelledError:
             raise
+        except Unavailable:
+            # Only while we drain: the turn is taken over from us like one of the dead.
+            self._log.warning("turn_left", session=str(key[0]))
         except Exception as error:  # noqa: BLE001
             telemetry.invariant_violations.inc()
             self._log.error("runner_failed", session=str(key[0]), error=f"{type(error).__name__}: {error}")
@@ -435,6 +446,21 @@ class EmbeddedEngine:
         self._swept = found[-1] if len(found) == SWEEP_ROWS else None
         for work in found:
             self.kick(work.session_id, work.thread_id)
+        await self._look_for_unattended()
+
+    async def _look_for_unattended(self) -> None:
+        """Turns that are ours in the ledger and that nobody runs here: what claimed them was committed, and we never heard so.
+
+        Twice in a row, or it is one that is just being begun or ended.
+        """
+        held = await self.ledger.read_held(self.seat.id)
+        alone = {
+            w for w in held if (w.session_id, w.thread_id) not in self._runners and w.session_id not in self._offered
+        }
+        for work in alone & self._unattended:
+            self._log.warning("turn_unattended", session=str(work.session_id))
+            self.kick(work.session_id, work.thread_id)
+        self._unattended = alone
 
     async def _survive(self, part: Coroutine[Any, Any, None]) -> None:
         """A part of a supervised loop: trouble in it hurts neither the other parts nor the next round."""
@@ -444,6 +470,11 @@ class EmbeddedEngine:
             pass
         except Exception as error:  # noqa: BLE001
             self._log.error("sweep_failed", error=f"{type(error).__name__}: {error}")
+
+    @property
+    def fenced(self) -> bool:
+        """Whether it has lost its seat: nothing runs until it has another."""
+        return self._fenced
 
     def running_count(self) -> int:
         """Threads with calls in flight."""

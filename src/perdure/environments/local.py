@@ -338,11 +338,10 @@ class LocalEnvironment:
             folder = self._folder(session)
             os.stat(folder)
             trash.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # Out of the way at once; the removal may take long, and a crash leaves it to the next one.
+            # Out of the way at once; the removal may take long, and after a crash the next try finds it by its name.
             os.rename(folder, trash / f"{session}-{secrets.token_hex(8)}")
-        if trash.is_dir():
-            for leftover in list(trash.iterdir()):
-                await _remove_tree(leftover)
+        for leftover in list(trash.glob(f"{session}-*")):
+            await _remove_tree(leftover)
 
     async def _close(self) -> None:
         slots = list(self._slots.values())

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from typing import Any, Final
 
 from perdure.domain.errors import Refused
@@ -9,6 +10,13 @@ from perdure.domain.shape import join
 
 DEPTH_MAX: Final = 64
 """Levels of arrays and objects. Schemas of tools need a dozen; parsers of other languages give up at some hundreds."""
+
+VALUES_MAX: Final = 100_000
+"""Objects, arrays and commas of one body, which bound what reading it takes: a tenth of a second in which nobody else is served. A
+request of a thousand messages has some ten thousand."""
+
+_STRUCTURE: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"|([{\[,])', re.DOTALL)
+"""A string, or a character outside of strings that brings a value."""
 
 INTEGER_MIN: Final = -(2**63)
 INTEGER_MAX: Final = 2**64 - 1
@@ -34,8 +42,10 @@ def decode_body(body: bytes) -> dict[str, Any] | Refused:
     """The object that a request's body holds, or why it holds none.
 
     Refused: anything but UTF-8 JSON with an object at the top, a key given twice, NaN and infinities, numbers beyond 64 bits, nesting
-    over `DEPTH_MAX`, U+0000 and lone surrogates.
+    over `DEPTH_MAX`, more than `VALUES_MAX` values, U+0000 and lone surrogates.
     """
+    if _has_too_many(body):
+        return _refused("", f"must have at most {VALUES_MAX:,} objects, arrays and values.")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -58,6 +68,18 @@ def decode_body(body: bytes) -> dict[str, Any] | Refused:
     if not isinstance(value, dict):
         return _refused("", "must be a JSON object.")
     return value  # pyright: ignore[reportUnknownVariableType]
+
+
+def _has_too_many(body: bytes) -> bool:
+    if body.count(b"{") + body.count(b"[") + body.count(b",") <= VALUES_MAX:
+        return False
+    # Most of them may be the text of strings.
+    count = 0
+    for found in _STRUCTURE.finditer(body):
+        count += found.lastindex is not None
+        if count > VALUES_MAX:
+            return True
+    return False
 
 
 class _Seen:

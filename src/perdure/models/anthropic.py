@@ -42,11 +42,11 @@ class AnthropicModel:
         # Always explicit: the SDK would otherwise take ANTHROPIC_BASE_URL, which points clients at this very server.
         self.base_url = base_url or OFFICIAL_BASE_URL
         self._client: AsyncAnthropic | None = None
+        self._is_warm = False
 
     async def stream(self, request: ModelRequest) -> AsyncGenerator[ModelEvent, None]:
         """Make one call. See the port."""
-        # The import takes seconds on a small machine: not in the loop, where leases are renewed.
-        await asyncio.to_thread(importlib.import_module, "anthropic")
+        await self.warm()
         stream = await self._open(request)
         try:
             async with aclosing(self._read(stream)) as events:
@@ -56,8 +56,10 @@ class AnthropicModel:
             await stream.close()
 
     async def warm(self) -> None:
-        """Import the SDK, which takes seconds."""
-        await asyncio.to_thread(importlib.import_module, "anthropic")
+        """Import the SDK, which takes seconds on a small machine: not in the loop, where leases are renewed."""
+        if not self._is_warm:
+            await asyncio.to_thread(importlib.import_module, "anthropic")
+            self._is_warm = True
 
     async def close(self) -> None:
         """Close idle connections. Repeatable."""

@@ -6,7 +6,7 @@ answered as the first time where its docstring says so. Two implementations exis
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 from uuid import UUID
 
 import msgspec
@@ -282,11 +282,37 @@ class Committed(msgspec.Struct, frozen=True, kw_only=True):
 # ------------------------------------------------------------------------------------------------------------------- reads
 
 
+READ_ROWS_MAX: Final = 200
+"""What callers ask one read of events for. Such a read takes about a millisecond, and a connection is free for the next."""
+
+READ_BYTES_MAX: Final = 1024 * 1024
+"""A read of events ends with the row that reaches this much, whatever `limit` says.
+
+A body may be as large as a request, so rows alone bound nothing. It is what MA-F11 keeps in memory for a stream's reader that is
+behind: a read for it holds no more, but for the one row that goes beyond.
+"""
+
+
 class SeenEvent(msgspec.Struct, frozen=True):
     """A row as a reader meets it: `event` with the body of the row it refers to, and that row."""
 
     event: Event
     referred: Event | None
+
+    @property
+    def size_bytes(self) -> int:
+        """What it counts for where bytes are bounded."""
+        return stored_bytes(self.event) + len((self.referred.body if self.referred else None) or b"")
+
+
+def stored_bytes(event: Event) -> int:
+    """What a row's content takes."""
+    return len(event.snap) + len(event.body or b"")
+
+
+def is_full(read: Sequence[SeenEvent], limit: int) -> bool:
+    """Whether a read of events with this `limit` ended at one of its bounds. Then more may follow; else nothing did."""
+    return len(read) >= limit or sum(seen.size_bytes for seen in read) >= READ_BYTES_MAX
 
 
 class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -395,11 +421,11 @@ class Ledger(Protocol):
         ...
 
     async def read_events(self, query: EventQuery) -> list[SeenEvent]:
-        """A page of rows, without those that only a stream shows."""
+        """The next rows, without those that only a stream shows: up to `limit` or `READ_BYTES_MAX`, and one at least. See `is_full`."""
         ...
 
     async def read_feed(self, session_id: UUID, after_seq: int, limit: int) -> list[SeenEvent] | None:
-        """Every row after a cursor, in order; None when the session is gone."""
+        """Every row after a cursor, in order, bounded like `read_events`; None when the session is gone."""
         ...
 
     async def read_head(self, session_id: UUID) -> int | None:
@@ -428,4 +454,8 @@ class Ledger(Protocol):
 
     async def read_work(self, limit: int, after: Work | None = None) -> Sequence[Work]:
         """Threads whose wakeup is due, oldest first, or those behind `after` in that order; looking moves nothing."""
+        ...
+
+    async def read_held(self, worker_id: UUID) -> Sequence[Work]:
+        """Threads whose turn is active under a worker; `due_at` is when each last made progress."""
         ...

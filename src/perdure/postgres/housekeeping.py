@@ -4,13 +4,12 @@ Everything here may be done by several processes at once, may be cut off anywher
 """
 
 from collections.abc import Sequence
-from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
 import msgspec
 
-from perdure.domain.submission import KEPT_S
+from perdure.domain.submission import KEPT_S, WrittenNote
 from perdure.postgres.pool import ReadPool
 
 ROWS_MAX: Final = 1_000
@@ -33,7 +32,7 @@ _CHILDREN: Final = ("transcript", "event", "control", "action", "step", "input",
 
 _DELETING_SQL: Final = """
 -- sessions_being_deleted
-select id from session where state = 'deleting' order by id limit $1"""
+select id from session where state = 'deleting' and ($2::uuid is null or id > $2) order by id limit $1"""
 
 # Skipped when another process is at this session: then it is being done.
 _LOCK_SQL: Final = """
@@ -80,17 +79,13 @@ with old as (
 delete from worker w using old where w.id = old.id returning w.id"""
 
 # No guard to move: a decision made beside this is one made before it, and a note may always come late. It never waits for a row, so it
-# can't be part of a deadlock, and what it skips is being written anew.
+# can't be part of a deadlock, and what it skips is being written anew. A note of an earlier response says nothing of a later one.
 _MARK_WRITTEN_SQL: Final = """
 -- mark_written
-with note as (
-    select distinct on (n.digest) n.digest, n.written_at, n.connection_reused
-      from unnest($1::bytea[], $2::timestamptz[], $3::boolean[]) as n (digest, written_at, connection_reused)
-     order by n.digest, n.written_at desc, n.connection_reused desc),
-told as (
+with told as (
     select m.digest, n.written_at, n.connection_reused
-      from note n
-      join submission m on m.digest = n.digest
+      from unnest($1::bytea[], $2::bigint[], $3::timestamptz[], $4::boolean[]) as n (digest, attempt, written_at, connection_reused)
+      join submission m on m.digest = n.digest and m.attempt <= n.attempt and m.created_at <= n.written_at
      where m.written_at is null or m.written_at < n.written_at
         or (m.written_at = n.written_at and n.connection_reused and not m.connection_reused)
      order by m.digest for no key update of m skip locked)
@@ -106,9 +101,12 @@ class Purged(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
 
 
-async def sessions_being_deleted(pool: ReadPool, *, limit: int = ROWS_MAX) -> list[UUID]:
-    """Sessions behind the fence whose rows are still there, whoever began with them. Raises `Unavailable`."""
-    return [row["id"] for row in await pool.fetch(_DELETING_SQL, limit)]
+async def sessions_being_deleted(pool: ReadPool, *, limit: int = ROWS_MAX, behind: UUID | None = None) -> list[UUID]:
+    """Sessions behind the fence whose rows are still there, whoever began with them, in the order of their ids. Raises `Unavailable`.
+
+    `behind` is the last one of the round before, so that those that can't be removed are in nobody's way.
+    """
+    return [row["id"] for row in await pool.fetch(_DELETING_SQL, limit, behind)]
 
 
 async def delete_rows(pool: ReadPool, session_id: UUID) -> bool:
@@ -165,22 +163,26 @@ async def _purge(pool: ReadPool, sql: str, age_s: int) -> int:
             return removed
 
 
-async def mark_written(pool: ReadPool, written: Sequence[tuple[bytes, datetime, bool]]) -> None:
-    """Note which responses went out in full: (digest, when, whether their connection carried a later request).
+async def mark_written(pool: ReadPool, written: Sequence[WrittenNote]) -> None:
+    """Note which responses went out in full.
 
     Not worth a wait for the disk: a note that a crash loses is what `domain.submission` allows for. Raises `Unavailable`; the caller
     may give the same notes again.
     """
-    latest: dict[bytes, tuple[bytes, datetime, bool]] = {}
+    latest: dict[bytes, WrittenNote] = {}
     for note in written:
-        known = latest.get(note[0])
-        if known is None or note[1:] > known[1:]:
-            latest[note[0]] = note
+        known = latest.get(note.digest)
+        if known is None or (note.at, note.connection_reused) > (known.at, known.connection_reused):
+            latest[note.digest] = note
     notes = [latest[digest] for digest in sorted(latest)]
     for first in range(0, len(notes), ROWS_MAX):
         part = notes[first : first + ROWS_MAX]
         async with pool.transaction() as connection:
             await connection.execute("set local synchronous_commit = off")
             await connection.execute(
-                _MARK_WRITTEN_SQL, [n[0] for n in part], [n[1] for n in part], [n[2] for n in part]
+                _MARK_WRITTEN_SQL,
+                [n.digest for n in part],
+                [n.attempt for n in part],
+                [n.at for n in part],
+                [n.connection_reused for n in part],
             )

@@ -16,6 +16,7 @@ from perdure.domain.step import Step
 from perdure.domain.transcript import TranscriptEntry
 from perdure.domain.turn import Turn
 from perdure.ports.ledger import (
+    READ_BYTES_MAX,
     Accept,
     Accepted,
     Advance,
@@ -46,11 +47,11 @@ from perdure.ports.ledger import (
 )
 from perdure.postgres.pool import ReadPool, connect
 from perdure.postgres.queries import (
-    EVENT_SQL,
     FEED_SQL,
+    SPAN_SQL,
     TRANSCRIPT_SQL,
     VIEW_SQL,
-    event_filters,
+    event_read,
     session_filters,
 )
 from perdure.postgres.tables import read_row
@@ -179,16 +180,14 @@ class PostgresLedger:
 
     async def read_events(self, query: EventQuery) -> list[SeenEvent]:
         """See `Ledger.read_events`."""
-        where, parameters = event_filters(query)
-        order = "desc" if query.descending else "asc"
-        sql = f"{EVENT_SQL} {where} order by e.seq {order} limit {int(query.limit)}"
-        return [_seen(r) for r in await self._pool.fetch(sql, *parameters)]
+        sql, parameters = event_read(query)
+        return _seen(await self._pool.fetch(sql, *parameters), descending=query.descending)
 
     async def read_feed(self, session_id: UUID, after_seq: int, limit: int) -> list[SeenEvent] | None:
         """See `Ledger.read_feed`."""
-        rows = await self._pool.fetch(FEED_SQL, session_id, after_seq, limit)
+        rows = await self._pool.fetch(FEED_SQL, session_id, after_seq, limit, READ_BYTES_MAX)
         if rows:
-            return [_seen(r) for r in rows]
+            return _seen(rows)
         return None if await self.read_head(session_id) is None else []
 
     async def read_head(self, session_id: UUID) -> int | None:
@@ -203,8 +202,7 @@ class PostgresLedger:
         return {r["id"]: r["receipt_seq"] for r in await self._pool.fetch(sql, list(session_ids))}
 
     async def _span(self, session_id: UUID, span: tuple[int, int]) -> tuple[Event, ...]:
-        sql = f"{EVENT_SQL} where e.session_id = $1 and e.seq between $2 and $3 and e.type = 'input.received' order by e.seq"
-        return tuple(_seen(r).event for r in await self._pool.fetch(sql, session_id, *span))
+        return tuple(read_row(Event, r["event"]) for r in await self._pool.fetch(SPAN_SQL, session_id, *span))
 
     async def read_transcript(self, session_id: UUID, thread_id: UUID) -> list[TranscriptEntry]:
         """See `Ledger.read_transcript`."""
@@ -242,6 +240,11 @@ class PostgresLedger:
         found = await self._pool.fetch(_WORK_SQL, limit, *behind)
         return [Work(r["due_at"], r["session_id"], r["thread_id"]) for r in found]
 
+    async def read_held(self, worker_id: UUID) -> Sequence[Work]:
+        """See `Ledger.read_held`."""
+        sql = "select progress_at, session_id, thread_id from turn where worker_id = $1 and state = 'active'"
+        return [Work(r["progress_at"], r["session_id"], r["thread_id"]) for r in await self._pool.fetch(sql, worker_id)]
+
 
 def _view(row: Any) -> SessionView:
     return SessionView(
@@ -251,9 +254,12 @@ def _view(row: Any) -> SessionView:
     )
 
 
-def _seen(row: Any) -> SeenEvent:
-    referred = row["referred"]
-    return SeenEvent(read_row(Event, row["event"]), None if referred is None else read_row(Event, referred))
+def _seen(rows: Sequence[Any], *, descending: bool = False) -> list[SeenEvent]:
+    """The rows of a page in their order, with those that they refer to."""
+    events = {e.seq: e for e in (read_row(Event, r["event"]) for r in rows)}
+    listed = sorted((r["event"]["seq"] for r in rows if r["listed"]), reverse=descending)
+    page = (events[seq] for seq in listed)
+    return [SeenEvent(e, None if e.ref_seq is None else events.get(e.ref_seq)) for e in page]
 
 
 def _only(result: Result, *kinds: type[R]) -> R:

@@ -55,6 +55,10 @@ _LOST: Final = (
     asyncpg.IdleInTransactionSessionTimeoutError,
     asyncpg.TransactionTimeoutError,
     asyncpg.TooManyConnectionsError,
+    # The server at this address is a standby now, or refuses us: another connection may reach the right one.
+    asyncpg.ReadOnlySQLTransactionError,
+    asyncpg.InvalidAuthorizationSpecificationError,
+    asyncpg.InvalidCatalogNameError,
     # The driver, of a connection whose end has come in but was not read yet.
     asyncpg.InternalClientError,
 )

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from perdure.ports.ledger import EventQuery, SessionQuery
+from perdure.ports.ledger import READ_BYTES_MAX, EventQuery, SessionQuery
 
 VIEW_SQL: Final = """
 -- read_view
@@ -12,16 +12,57 @@ select s as session, c as config, t as thread
   join thread t on t.session_id = s.id and t.parent_id is null
  where s.state not in ('deleting', 'deleted')"""
 
-EVENT_SQL: Final = """
--- read_events
-select e as event, o as referred
-  from event e
-  left join event o on o.session_id = e.session_id and o.seq = e.ref_seq"""
 
-FEED_SQL: Final = f"""{EVENT_SQL}
-  join session s on s.id = e.session_id and s.state not in ('deleting', 'deleted')
- where e.session_id = $1 and e.seq > $2
- order by e.seq limit $3"""
+def _bounded(name: str, where: str, *, order: str, rows: str, size: str) -> str:
+    """A read of events that is bounded by rows and bytes. `where` is about `e` and has the session as `$1`; `rows` and `size` are places.
+
+    A row of the answer is a row of the page, or (not `listed`) one that such a row refers to; in no order, and each once.
+
+    No plan of it can be bad, whatever the statistics say: bodies are looked at only for their length, which reads none of them, until
+    the page is known. Then each is read once, by key. There is no join of `event` with itself, since a nested loop would read every
+    body of one side for each row of the other. The bound on rows is a parameter, since a plan for all values of it stops early.
+    """
+    return f"""
+-- {name}
+with near as materialized (
+    select e.seq, e.ref_seq, octet_length(e.snap) + coalesce(octet_length(e.body), 0) as size
+      from event e
+     {where}
+     order by e.seq {order} limit {rows}
+), behind as materialized (
+    select o.seq, octet_length(o.body) as size
+      from event o
+     where o.session_id = $1 and o.seq = any(array(select n.ref_seq from near n where n.ref_seq is not null))
+), measured as materialized (
+    select n.seq, n.ref_seq, sum(n.size + coalesce(b.size, 0)) over (
+               order by n.seq {order} rows between unbounded preceding and 1 preceding
+           ) as size_before
+      from near n
+      left join behind b on b.seq = n.ref_seq
+), page as materialized (
+    select m.seq, m.ref_seq from measured m where m.size_before is null or m.size_before < {size}
+)
+select e as event, e.seq = any(array(select p.seq from page p)) as listed
+  from event e
+ where e.session_id = $1
+   and e.seq = any(array(select p.seq from page p union all select p.ref_seq from page p where p.ref_seq is not null))"""
+
+
+FEED_SQL: Final = _bounded(
+    "read_feed",
+    """where e.session_id = $1 and e.seq > $2
+       and exists (select from session s where s.id = $1 and s.state not in ('deleting', 'deleted'))""",
+    order="asc",
+    rows="$3",
+    size="$4",
+)
+
+SPAN_SQL: Final = """
+-- read_span
+select e as event
+  from event e
+ where e.session_id = $1 and e.seq between $2 and $3 and e.type = 'input.received'
+ order by e.seq"""
 
 TRANSCRIPT_SQL: Final = """
 -- read_transcript
@@ -76,8 +117,8 @@ def session_filters(query: SessionQuery) -> tuple[str, list[Any]]:
     return where.text("and"), where.parameters
 
 
-def event_filters(query: EventQuery) -> tuple[str, list[Any]]:
-    """The conditions of a list of events, to stand behind `EVENT_SQL`. An input counts from when it was processed."""
+def event_read(query: EventQuery) -> tuple[str, list[Any]]:
+    """A read for a list of events. An input counts from when it was processed."""
     where = _Where()
     where.add("e.session_id = {}", query.session_id)
     where.add("e.type <> 'input.settled'")
@@ -101,4 +142,12 @@ def event_filters(query: EventQuery) -> tuple[str, list[Any]]:
             [t for t, _ in pairs],
             [k for _, k in pairs],
         )
-    return where.text("where"), where.parameters
+    parameters = [*where.parameters, query.limit, READ_BYTES_MAX]
+    sql = _bounded(
+        "read_events",
+        where.text("where"),
+        order="desc" if query.descending else "asc",
+        rows=f"${len(parameters) - 1}",
+        size=f"${len(parameters)}",
+    )
+    return sql, parameters

@@ -375,6 +375,7 @@ class Workers:
         self._on_lost = on_lost
         self._lease: WorkerLease | None = None
         self._ticking: asyncio.TimerHandle | None = None
+        self._log = telemetry.logger("workers")
 
     @property
     def id(self) -> UUID:
@@ -397,7 +398,7 @@ class Workers:
         self._tick()
 
     async def rejoin(self) -> None:
-        """Register under a new id, once nothing runs under the old one. Waits for a database that is away."""
+        """Register under a new id, once nothing runs under the old one. Waits for a database that is away, or that refuses us."""
         if self._lease is not None:
             await self._lease.stop()
         while True:
@@ -405,7 +406,10 @@ class Workers:
                 await self._join()
                 return
             except Unavailable:
-                await asyncio.sleep(RECONNECT_S)
+                pass
+            except Exception as error:  # noqa: BLE001  without a seat this process is of no use: it goes on asking for one
+                self._log.error("rejoin_failed", error=f"{type(error).__name__}: {error}")
+            await asyncio.sleep(RECONNECT_S)
 
     async def stop(self) -> None:
         """Leave in order. Repeatable."""

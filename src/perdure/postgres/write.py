@@ -11,7 +11,7 @@ from uuid import UUID
 
 from perdure.core.facts import Changes, Row
 from perdure.domain.session import Session
-from perdure.domain.submission import KEPT_S, Submission
+from perdure.domain.submission import Submission
 from perdure.postgres.tables import BY_KIND, CHILDREN, SESSION, Table
 
 # Taken before any session: one batch of a writer at a time, and none that was given up. See `GIVE_UP_SQL`.
@@ -44,7 +44,9 @@ GUARD_CREATE: Final = """
 keys as (
     insert into submission ({sub_columns}) select {sub_values} from {sub_rows} where exists (select from me)
     on conflict (digest) do update set ({sub_columns}) = row(excluded.*)
-     where not excluded.explicit or submission.created_at < excluded.created_at - interval '{kept_s} seconds'
+     where submission.created_at = (
+        select f.created_at from unnest({found}::bytea[], {found_at}::timestamptz[]) as f (digest, created_at)
+         where f.digest = submission.digest)
     returning session_id),
 moved as (
     insert into session ({columns}) select {values} from {rows}
@@ -118,7 +120,8 @@ def _guard(p: _Parameters, ids: str, *, create: bool, locked: bool) -> str:
             values=values,
             rows=p.rows(SESSION),
             keyed=p.one(),
-            kept_s=KEPT_S,
+            found=p.one(),
+            found_at=p.one(),
         )
     form = GUARD_LOCKED if locked else GUARD_UPDATE
     revs = p.one()
@@ -155,7 +158,9 @@ def compose(
     if create:
         parameters.append(BY_KIND[Submission].tuples(submissions))
         parameters.append(SESSION.tuples(sessions))
+        found = [s for c in batch for s in c.found]
         parameters.append([s.session_id for s in submissions if isinstance(s, Submission)])
+        parameters += [[s.digest for s in found], [s.created_at for s in found]]
     else:
         parameters.append([c.expected_rev for c in batch])
         parameters.append(SESSION.tuples(sessions))

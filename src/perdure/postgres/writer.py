@@ -6,6 +6,7 @@ head of the queue. Futures are resolved outside of everything that can fail, so 
 """
 
 import asyncio
+import contextlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
@@ -14,7 +15,7 @@ from uuid import UUID, uuid4
 
 import msgspec
 
-from perdure import crashpoint
+from perdure import crashpoint, telemetry
 from perdure.core.decide import committed, decide, decide_alone
 from perdure.core.draft import Draft
 from perdure.core.facts import Changes, Facts, needs_of
@@ -127,6 +128,7 @@ class Writer:
         self._in_hand: list[Pending] = []
         self._down = False
         self._stopping = False
+        self._log = telemetry.logger("ledger")
 
     def start(self) -> None:
         """Begin to take commands."""
@@ -150,11 +152,8 @@ class Writer:
         """Take our row along: it says nothing to anybody any more."""
         if self._connection is None or self._connection.is_closed():
             return
-        try:
+        with contextlib.suppress(Exception):
             await self._connection.execute("delete from writer where id = $1", self._id)
-        except Exception as error:
-            if not (is_lost(error) or is_busy(error)):
-                raise
 
     async def submit(self, command: Command) -> Result:
         """Queue a command and wait for its commit.
@@ -405,9 +404,8 @@ class Writer:
                 return ids - set(await connection.fetchval(MISSED_SQL, self._id))
             except _Lost:
                 self._down = True
-            except Exception as error:
-                if not (is_lost(error) or is_busy(error)):
-                    raise
+            except Exception as error:  # noqa: BLE001  whatever it is, it does not say that nothing was kept
+                self._log.warning("batch_in_doubt", error=f"{type(error).__name__}: {error}")
                 self._drop()
             if asyncio.get_running_loop().time() > deadline:
                 self._begin_anew()

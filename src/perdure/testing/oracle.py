@@ -27,6 +27,7 @@ from perdure.domain.transcript import TranscriptEntry
 from perdure.domain.turn import Turn
 from perdure.domain.wakeup import Wakeup
 from perdure.ports.ledger import (
+    READ_BYTES_MAX,
     Accept,
     Accepted,
     Advance,
@@ -300,14 +301,24 @@ class OracleLedger:
         """See `Ledger.read_events`."""
         rows = [e for e in self.rows(Event, query.session_id) if listed(e, query)]
         rows.sort(key=lambda e: e.seq, reverse=query.descending)
-        return [self._seen(e) for e in rows[: query.limit]]
+        return self._bounded(rows, query.limit)
 
     async def read_feed(self, session_id: UUID, after_seq: int, limit: int) -> list[SeenEvent] | None:
         """See `Ledger.read_feed`."""
         if self._alive(session_id) is None:
             return None
         rows = sorted((e for e in self.rows(Event, session_id) if e.seq > after_seq), key=lambda e: e.seq)
-        return [self._seen(e) for e in rows[:limit]]
+        return self._bounded(rows, limit)
+
+    def _bounded(self, rows: Sequence[Event], limit: int) -> list[SeenEvent]:
+        read: list[SeenEvent] = []
+        size = 0
+        for event in rows[:limit]:
+            if size >= READ_BYTES_MAX:
+                break
+            read.append(self._seen(event))
+            size += read[-1].size_bytes
+        return read
 
     async def read_head(self, session_id: UUID) -> int | None:
         """See `Ledger.read_head`."""
@@ -352,6 +363,11 @@ class OracleLedger:
         due = sorted((w.due_at, w.session_id, w.thread_id) for w in self.all(Wakeup) if w.due_at <= self.clock.now)
         behind = [w for w in due if after is None or w > (after.due_at, after.session_id, after.thread_id)]
         return [Work(*w) for w in behind[:limit]]
+
+    async def read_held(self, worker_id: UUID) -> Sequence[Work]:
+        """See `Ledger.read_held`."""
+        held = [t for t in self.all(Turn) if t.worker_id == worker_id and t.state == "active"]
+        return [Work(t.progress_at, t.session_id, t.thread_id) for t in held]
 
 
 def key_tuple(kind: type[Row], row: dict[str, Any]) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ import base64
 from typing import Any
 from uuid import UUID
 
+import msgspec
 import pytest
 from tests.unit.claude.face import Face
 
@@ -12,7 +13,7 @@ from perdure.domain.ids import primary_thread, token
 from perdure.domain.shape import Misfit
 from perdure.http.claude.arrivals import EVENTS_MAX, read_arrivals
 from perdure.http.claude.blocks import IMAGE_BYTES_MAX
-from perdure.http.json_body import DEPTH_MAX, decode_body
+from perdure.http.json_body import DEPTH_MAX, VALUES_MAX, decode_body
 
 SESSION = UUID(int=1)
 CALL = "sevt_" + token(UUID(int=9))
@@ -50,8 +51,10 @@ PIXEL = base64.b64encode(b"\x89PNG....").decode()
         (b'{"a":' + b"9" * 100_000 + b"}", "a", "64 bits"),
         (b'{"a":{"b":1,"c":2,"b":3}}', "a.b", "twice"),
         (b'{"a":' + b"[" * DEPTH_MAX + b"]" * DEPTH_MAX + b"}", "body", "deeper"),
-        (b'{"a":' + b"[" * 200_000, "body", "deeper"),
-        (b'{"a":' * 100_000, "body", "deeper"),
+        (b'{"a":' + b"[" * 90_000, "body", "deeper"),
+        (b'{"a":' * 90_000, "body", "deeper"),
+        (b'{"a":[' + b"{}," * VALUES_MAX + b"{}]}", "body", "at most 100,000"),
+        (b'{"a":[' + b'"",' * VALUES_MAX + b'""]}', "body", "at most 100,000"),
     ],
 )
 def test_bodies_that_two_readers_could_read_differently(body: bytes, place: str, rule: str) -> None:
@@ -71,6 +74,9 @@ def test_bodies_at_the_limits_are_read() -> None:
         "b": -(2**63),
         "c": "😀",
     }
+    prose = 'commas, "quoted"; {braces}, [brackets] and \\\\, ' * 50_000
+    assert decode_body(msgspec.json.encode({"a": prose})) == {"a": prose}
+    assert isinstance(decode_body(b'{"a":[' + b"1," * (VALUES_MAX - 10) + b"1]}"), dict)
 
 
 def message(*blocks: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +29,12 @@ class Answering:
     turns: list[Turn] = field(default_factory=list[Turn])
     refusals: list[tuple[int, Json]] = field(default_factory=list[tuple[int, Json]])
     """Answers to the next POSTs, instead of what they ask."""
+    refusal: tuple[int, Json] | None = None
+    """What every GET is answered with from now on."""
     unknown_models: tuple[str, ...] = ()
+    agents: list[Json] = field(default_factory=list[Json])
+    environments: list[Json] = field(default_factory=list[Json])
+    """What lists show, in their order; an agent can be retrieved too."""
     sent: list[Json] = field(default_factory=list[Json])
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list[tuple[str, str, dict[str, str]]])
     bodies: list[Json] = field(default_factory=list[Json])
@@ -111,6 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
         state, path, query = self._begin()
         if self.headers["authorization"] != f"Bearer {KEY}":
             self._refuse(401, "authentication_error", "The API key is not valid.", None)
+        elif state.refusal is not None:
+            self._answer({"type": "error", "error": state.refusal[1]}, state.refusal[0])
         elif path.endswith("/events/stream"):
             self._stream(state)
         elif path.endswith("/events"):
@@ -119,6 +126,19 @@ class _Handler(BaseHTTPRequestHandler):
             if query.get("order") == ["desc"]:
                 rows.reverse()
             self._answer({"data": rows[: int(query.get("limit", ["1000"])[0])]})
+        elif path in ("/v1/agents", "/v1/environments"):
+            rows = state.agents if path == "/v1/agents" else state.environments
+            begin, count = int(query.get("page", ["0"])[0]), int(query["limit"][0])
+            end = begin + count
+            self._answer({"data": rows[begin:end], "next_page": str(end) if len(rows) > end else None})
+        elif path.startswith("/v1/agents/"):
+            found = next((agent for agent in state.agents if agent["id"] == path.rpartition("/")[2]), None)
+            if found is None:
+                self._refuse(404, "not_found_error", "Agent not found.", "agent_not_found")
+            else:
+                self._answer(found)
+        elif path.startswith("/v1/sessions/") and path != f"/v1/sessions/{SESSION}":
+            self._refuse(404, "not_found_error", "Session not found.", "session_not_found")
         elif path == f"/v1/sessions/{SESSION}":
             self._answer(_session(state))
         elif path == "/v1/sessions":
@@ -144,7 +164,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/v1/sessions" and body["agent"].get("model") in state.unknown_models:
             self._refuse(400, "invalid_request_error", "agent.model: no provider", "model_unknown")
         elif path == "/v1/sessions":
-            self._answer(_session(state, body["agent"].get("model", "the agent's")))
+            self._answer(_session(state, body["agent"].get("model", "the agent's"), body["agent"].get("tools", [])))
+        elif path == f"/v1/sessions/{SESSION}/archive":
+            self._answer({**_session(state), "archived_at": AT})
         else:
             self._answer({"id": "agent_one" if path == "/v1/agents" else "env_one"})
 
@@ -223,14 +245,18 @@ class _Server(ThreadingHTTPServer):
         """A client that went away is no news."""
 
 
-def _session(state: Answering, model: str = "scripted/demo") -> Json:
+def _session(state: Answering, model: str = "scripted/demo", tools: Sequence[Json] = ()) -> Json:
     return {
         "id": SESSION,
         "type": "session",
         "status": state.status,
         "title": "A title",
-        "agent": {"model": {"id": model}},
+        "agent": {"id": "agent_one", "version": 3, "name": "A name", "model": {"id": model}, "tools": list(tools)},
+        "environment_id": "env_one",
+        "metadata": {},
+        "usage": {"input_tokens": 12, "output_tokens": 3},
         "created_at": AT,
+        "updated_at": AT,
         "archived_at": None,
     }
 

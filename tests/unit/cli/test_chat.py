@@ -10,7 +10,6 @@ from tests.unit.cli.answering import SESSION, Answering, Turn, event, idle, repl
 from tests.unit.cli.conftest import Answers, Terminal
 
 from perdure.cli.asking import CtrlC, LineAsker
-from perdure.cli.beginning import CLAUDE_MODEL, LOCAL_MODEL, SMALL_MODEL_NOTE, Wish, begin_session
 from perdure.cli.chat import Chat, Ending, converse
 from perdure.cli.client import Client
 from perdure.cli.exits import CommandFailed, Left
@@ -92,7 +91,7 @@ def test_an_approval_is_asked_for_and_sent(
     assert talk.say("list").is_good
     assert asker.questions == ['Allow bash {"command": "ls"} ? [y]es, [n]o, or say why not: ']
     assert server.sent[1] == {"type": "user.tool_confirmation", "tool_use_id": "sevt_call", **answer}
-    assert "  a\n  b\nTwo files.\n" in terminal.out.getvalue()
+    assert "\N{LEFTWARDS ARROW} bash\n  a\n  b\nTwo files.\n" in terminal.out.getvalue()
 
 
 def test_a_custom_tool_is_answered_with_text(server: Answering, client: Client, terminal: Terminal) -> None:
@@ -197,7 +196,7 @@ def failure(retry: str) -> dict[str, object]:
         ([failure("exhausted"), idle("sevt_i", "retries_exhausted")], Ending("retries_exhausted", "Too busy.")),
         ([failure("terminal"), event("session.status_terminated", "sevt_t")], Ending("terminated", "Too busy.")),
         ([idle("sevt_i", "refusal")], Ending("refusal", None)),
-        ([event("session.deleted", "sevt_d")], Ending("deleted", "the session was deleted")),
+        ([event("session.deleted", "sevt_d")], Ending("deleted", None)),
     ],
 )
 def test_how_a_turn_ended_is_known(
@@ -289,28 +288,16 @@ def test_the_trail_has_one_line_for_each_event_and_none_for_previews(
     assert lines[2].endswith("Paris")
 
 
-def test_a_new_session_takes_claude_where_the_server_can(server: Answering, client: Client) -> None:
-    begun = begin_session(client, Wish(), "hello")
-    assert (begun.model, begun.note) == (CLAUDE_MODEL, None)
-    assert server.bodies[-1]["agent"]["tools"][0]["default_config"] == {"permission_policy": {"type": "always_allow"}}
-    assert server.bodies[-1]["title"] == "hello"
-
-
-def test_a_new_session_takes_the_local_model_elsewhere_and_says_what_it_can_not_do(
-    server: Answering, client: Client
-) -> None:
-    server.unknown_models = (CLAUDE_MODEL,)
-    begun = begin_session(client, Wish(), None)
-    assert (begun.model, begun.note) == (LOCAL_MODEL, SMALL_MODEL_NOTE)
-    assert server.bodies[-1]["agent"]["tools"] == []
-
-
-def test_a_model_that_was_asked_for_is_never_replaced(server: Answering, client: Client) -> None:
-    server.unknown_models = ("gpt-9",)
-    with pytest.raises(CommandFailed, match="no provider"):
-        begin_session(client, Wish(model="gpt-9"), None)
-
-
-def test_ask_lets_every_call_wait(server: Answering, client: Client) -> None:
-    begin_session(client, Wish(model="scripted/demo", ask=True), None)
-    assert server.bodies[-1]["agent"]["tools"][0]["default_config"] == {"permission_policy": {"type": "always_ask"}}
+@pytest.mark.parametrize(
+    ("ending", "said"),
+    [
+        (Ending("end_turn", "Too busy."), "The turn ended: Too busy."),
+        (Ending("interrupted", None), "The turn was interrupted."),
+        (Ending("terminated", "Too busy."), "The session was terminated and takes no more input: Too busy."),
+        (Ending("deleted", None), "The session was deleted."),
+        (Ending("retries_exhausted", "Too busy."), "The turn was given up: Too busy."),
+        (Ending("new_reason", None), "The turn ended with the reason new_reason."),
+    ],
+)
+def test_an_end_is_told_in_a_sentence(ending: Ending, said: str) -> None:
+    assert ending.explain() == said

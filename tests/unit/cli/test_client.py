@@ -7,6 +7,7 @@ from tests.unit.cli.answering import KEY, SESSION, Answering, event, text
 
 from perdure.cli.client import ApiError, Client, Unreachable
 from perdure.cli.credentials import Target
+from perdure.cli.exits import CommandFailed
 from perdure.cli.following import Following
 
 BUSY = (503, {"type": "api_error", "message": "The database can't be reached."})
@@ -50,6 +51,22 @@ def test_a_server_that_was_never_there_is_missed_soon() -> None:
     assert len(pauses) == 2
     assert not lonely.is_answering()
     lonely.close()
+
+
+def test_a_stream_that_never_was_is_not_said_to_be_lost() -> None:
+    lonely = Client(Target("http://127.0.0.1:9", KEY), sleep=lambda _: None)
+    with pytest.raises(CommandFailed, match=r"no answer from .* Start it with `perdure up`") as failed:
+        Following(lonely, SESSION, sleep=lambda _: None).__enter__()
+    assert "lost" not in str(failed.value)
+    lonely.close()
+
+
+def test_a_busy_server_is_there_and_another_program_at_its_address_is_none(server: Answering, client: Client) -> None:
+    assert client.is_answering()
+    server.refusal = BUSY
+    assert client.is_answering()
+    server.refusal = (404, {"type": "not_found_error"})
+    assert not client.is_answering()
 
 
 def test_a_broken_stream_goes_on_behind_the_last_event(server: Answering, client: Client) -> None:

@@ -33,14 +33,24 @@ def test_the_key_of_the_file_goes_to_no_other_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"url": 1, "api_key": null}'])
-def test_a_file_that_says_nothing_is_no_file(tmp_path: Path, content: str) -> None:
+def test_a_damaged_file_is_said_to_be_damaged_and_is_no_obstacle(tmp_path: Path, content: str) -> None:
     (tmp_path / "credentials.json").write_text(content)
     assert read_credentials(tmp_path).url is None
-    with pytest.raises(CommandFailed, match="perdure up") as refused:
+    with pytest.raises(CommandFailed, match=r"credentials\.json' is damaged .* `perdure up --data ") as refused:
         find_target(tmp_path, {})
     assert refused.value.code == 2
+    assert find_target(tmp_path, {}, url="http://one", api_key="pk") == Target("http://one", "pk")
 
 
-def test_a_url_without_a_scheme_is_refused(tmp_path: Path) -> None:
+def test_a_server_that_stopped_is_told_apart_from_one_that_never_was(tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match="No server is known"):
+        find_target(tmp_path, {})
+    keep(tmp_path, url=None, api_key="pk_file", pid=None)
+    with pytest.raises(CommandFailed, match="No server runs in"):
+        find_target(tmp_path, {})
+
+
+@pytest.mark.parametrize("url", ["localhost:8700", "http://[", "http://", "http://host:x"])
+def test_a_url_that_can_not_be_one_is_refused(tmp_path: Path, url: str) -> None:
     with pytest.raises(CommandFailed, match="must start with http"):
-        find_target(tmp_path, {}, url="localhost:8700", api_key="pk_flag")
+        find_target(tmp_path, {}, url=url, api_key="pk_flag")

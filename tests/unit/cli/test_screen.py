@@ -16,7 +16,9 @@ def test_escape_sequences_do_not_reach_the_terminal(terminal: Terminal) -> None:
     screen = terminal.screen()
     screen.show(shown(event("agent.message", "sevt_1", content=text("a\x1b[2Jb\x07\u202ec"))))
     screen.show(shown(event("agent.tool_use", "sevt_2", name="ba\x1bsh", input={"command": "\x1b]0;x\x07"})))
-    screen.show(shown(event("agent.tool_result", "sevt_3", content=text("\x1b[31mred"), is_error=True)))
+    screen.show(
+        shown(event("agent.tool_result", "sevt_3", tool_use_id="sevt_2", content=text("\x1b[31mred"), is_error=True))
+    )
     assert not set("\x1b\x07\u202e") & set(terminal.out.getvalue())
 
 
@@ -28,8 +30,20 @@ def test_text_keeps_its_lines_and_tabs() -> None:
 
 def test_a_long_result_is_cut_and_says_so(terminal: Terminal) -> None:
     lines = "\n".join(str(n) for n in range(RESULT_LINES_MAX + 5))
-    terminal.screen().show(shown(event("agent.tool_result", "sevt_1", content=text(lines), is_error=False)))
+    result = event("agent.tool_result", "sevt_1", tool_use_id="sevt_0", content=text(lines), is_error=False)
+    terminal.screen().show(shown(result))
     assert terminal.out.getvalue().splitlines()[-1] == "  (5 more lines)"
+
+
+def test_a_result_names_its_tool_though_another_came_in_between(terminal: Terminal) -> None:
+    screen = terminal.screen()
+    for number, name in ((1, "bash"), (2, "read")):
+        screen.show(shown(event("agent.tool_use", f"sevt_{number}", name=name, input={})))
+    for number, is_error in ((2, False), (1, True), (9, False)):
+        result = event("agent.tool_result", f"sevt_r{number}", tool_use_id=f"sevt_{number}", is_error=is_error)
+        screen.show(shown(result))
+    lines = [line for line in terminal.out.getvalue().splitlines() if line.startswith("\N{LEFTWARDS ARROW}")]
+    assert [line[2:] for line in lines] == ["read", "bash failed", "a tool"]
 
 
 def test_a_preview_that_never_became_a_message_ends_its_line(terminal: Terminal) -> None:

@@ -225,6 +225,14 @@ def test_an_interrupt_before_the_claim_ends_the_head() -> None:
     assert stage.look() == Idle()
 
 
+@pytest.mark.rule("MA-C8.10")
+def test_as_many_interrupts_as_messages_wait_end_each_of_them() -> None:
+    stage = Stage()
+    stage.send(*[message(str(n)) for n in range(40)], *[INTERRUPT] * 40)
+    assert stage.inputs() == [("message", "interrupted", "interrupt")] * 40
+    assert stage.session.status == "idle"
+
+
 @pytest.mark.rule("MA-C8.2", "MA-C8.3", "MA-C8.7")
 def test_an_interrupt_in_flight_cancels_and_what_waits_runs() -> None:
     stage = Stage(message())

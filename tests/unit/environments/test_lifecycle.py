@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.unit.environments.driving import Driver, in_sessions_of, running_with, text_of, until
 
-from perdure.environments import selftest
+from perdure.environments import local, selftest
 from perdure.environments.local import FOLDER_LOST, SHELL_RESTARTED, LocalEnvironment
 from perdure.environments.processes import ProcessMark, is_alive, mark_process, open_marked
 from perdure.environments.sandbox import SandboxMissing, Spawned, spawn_sandboxed
@@ -169,6 +169,29 @@ async def test_destroy_kills_and_removes_and_may_be_repeated(driver: Driver) -> 
     await driver.environment.destroy("s1")
     await driver.environment.destroy("never_seen")
     assert await driver.bash("ls -A") == "(no output)"
+
+
+async def test_folder_that_can_not_be_removed_is_its_own_sessions_trouble_until_it_can(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was moved out of the way already, so the next try must know it again."""
+    await driver.bash("touch stuck")
+    other = Driver(driver.environment, driver.root, "s2")
+    await other.bash("touch free")
+    whole = local._run_quietly
+
+    async def run_quietly(*command: str) -> int:
+        return 1 if "/.trash/s1-" in command[-1] else await whole(*command)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "_run_quietly", run_quietly)
+        for _ in range(2):
+            with pytest.raises(OSError, match="remove it by hand"):
+                await driver.environment.destroy("s1")
+            await driver.environment.destroy("s2")
+            assert not other.folder.exists()
+    await driver.environment.destroy("s1")
+    assert list((driver.root / ".trash").iterdir()) == []
 
 
 async def test_destroy_removes_a_tree_too_deep_for_recursion(driver: Driver) -> None:

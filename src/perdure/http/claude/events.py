@@ -27,16 +27,13 @@ from perdure.http.json_body import decode_body
 from perdure.http.query import read_limit, read_text, refuse_unknown
 from perdure.http.requests import Request, Response
 from perdure.http.services import Services
-from perdure.ports.ledger import Accept, EventQuery, Ledger, SeenEvent, SessionView
+from perdure.ports.ledger import READ_ROWS_MAX, Accept, EventQuery, Ledger, SeenEvent, SessionView, is_full
 
 PAGE_EVENTS_MAX: Final = 1_000
 """MA-F9; also the default: the SDK's tool runner reads whole histories."""
 
 PAGE_BYTES_MAX: Final = 32 * 1024 * 1024
 """A page ends early when it gets larger than a request may be; the cursor goes on from there."""
-
-READ_ROWS_MAX: Final = 200
-"""Rows of one read, so that a page of large bodies is not held twice."""
 
 _SESSION_KEYS: Final = ("limit", "order", "page", "types", "types[]", *BOUNDS)
 _THREAD_KEYS: Final = ("limit", "page")
@@ -185,7 +182,7 @@ async def _read_page(
                     return page, True
                 page.append(wire)
                 size += len(wire.data)
-        if len(seen) < asked:
+        if not is_full(seen, asked):
             return page, False
 
 
