@@ -235,3 +235,37 @@ async def test_pages_of_large_events_cut_anywhere(
     assert found == (whole if order == "asc" else whole[::-1])
     assert max(lengths) <= limit
     assert (limit < 1000) == (lengths[0] == limit)
+
+
+async def test_error_of_a_read_is_told_and_its_readers_get_the_rows_all_the_same(
+    face: Face, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No outage, but a row that nobody foresaw: whatever it was, the next recheck reads again."""
+    monkeypatch.setattr(feed_module, "RECHECK_S", 0.01)
+    session = await face.session()
+    watched = Watched(face, session)
+    told: list[Exception] = []
+    watched.feeds = Feeds(watched.source, on_trouble=told.append)
+    head = await head_of(face, watched)
+    reader = await watched.subscribe(None)
+    read_feed, read_heads = watched.source.read_feed, watched.source.read_heads
+    failing: list[str] = ["feed", "heads", "feed"]
+
+    async def bad_feed(*asked: Any) -> list[SeenEvent] | None:
+        if failing and failing[0] == "feed":
+            raise ValueError(failing.pop(0))
+        return await read_feed(*asked)
+
+    async def bad_heads(asked: Sequence[UUID]) -> dict[UUID, int]:
+        if failing and failing[0] == "heads":
+            raise ValueError(failing.pop(0))
+        return await read_heads(asked)
+
+    monkeypatch.setattr(watched.source, "read_feed", bad_feed)
+    monkeypatch.setattr(watched.source, "read_heads", bad_heads)
+    await face.say(session, "hello")
+    rows = await take(reader, await head_of(face, watched))
+    assert [r.event.seq for r in rows] == list(range(head + 1, head + 1 + len(rows)))
+    assert [str(e) for e in told] == ["feed", "heads", "feed"]
+    reader.close()
+    await watched.feeds.close()
