@@ -5,6 +5,7 @@ import pytest
 from tests.conformance.test_bad_references import refused_once
 from tests.conformance.test_tools import CUSTOM, TOOLSET
 
+from perdure.domain.transcript import UNANSWERED_AT_END_TEXT
 from perdure.environments.local import LocalEnvironment
 from perdure.testing.model_server import Call, Reply, Text
 from perdure.testing.processes import until
@@ -66,6 +67,17 @@ async def test_archive_of_a_parked_session_closes_its_actions(served: Served) ->
     listed = await told.events()
     assert trail_of(listed)[-2:] == TERMINATED
     assert all(e["processed_at"] for e in listed)
+
+
+async def test_archive_says_in_the_history_that_the_turn_ended_and_blames_nobody(served: Served) -> None:
+    toolset = {**TOOLSET, "default_config": {"permission_policy": {"type": "always_ask"}}}
+    told = await served.make_session(Reply(Call("bash", {"command": "echo"})), tools=[toolset])
+    await told.say("go")
+    await told.until_idle()
+    await served.client.beta.sessions.archive(told.id)
+    [closed] = [e for e in await told.events() if e["type"] == "agent.tool_result"]
+    assert closed["is_error"]
+    assert closed["content"][0]["text"] == UNANSWERED_AT_END_TEXT
 
 
 @pytest.mark.rule("MA-C2.3")

@@ -98,7 +98,8 @@ async def test_versions_stay_as_they_were(served: Served) -> None:
     for version, known in enumerate((first, second, third), start=1):
         assert (await agents.retrieve(first.id, version=version)).to_dict() == known.to_dict()
     await refused(agents.retrieve(first.id, version=4), "version", anthropic.NotFoundError)
-    await refused(agents.retrieve(first.id, version=0), "version")
+    for version in (0, 2**63, 10**20):
+        await refused(agents.retrieve(first.id, version=version), "version")
     for asked in (
         agents.retrieve(MISSING_AGENT),
         agents.update(MISSING_AGENT, name="x"),

@@ -26,7 +26,9 @@ from perdure.domain.transcript import (
     AMBIGUOUS_TEXT,
     INTERRUPTED_TEXT,
     STOPPED_TEXT,
+    UNANSWERED_AT_END_TEXT,
     UNANSWERED_TEXT,
+    UNSTARTED_AT_END_TEXT,
     TranscriptEntry,
     text_result,
 )
@@ -183,26 +185,30 @@ def lose_step(draft: Draft, turn: Turn, step: Step, *, text: str = AMBIGUOUS_TEX
     close_tool(draft, turn, step, text)
 
 
-def _close_steps(draft: Draft, turn: Turn) -> None:
-    """MA-C8.5: a call that an interrupt cut off gets an error that says whether it was started; it is never run again."""
+def _close_steps(draft: Draft, turn: Turn, *, interrupted: bool) -> None:
+    """MA-C8.5: a call that an interrupt cut off gets an error that says whether it was started; it is never run again.
+
+    So does one that any other end of its turn cut off, without blaming the user.
+    """
     for step in draft.unsettled_steps(turn.id):
         if step.kind == "model":
             end_model_step(draft, turn, step, StepSnap(is_error=True), state="failed")
         elif step.state == "prepared":
             draft.put(msgspec.structs.replace(step, state="failed", settled_at=draft.now))
-            close_tool(draft, turn, step, INTERRUPTED_TEXT)
+            close_tool(draft, turn, step, INTERRUPTED_TEXT if interrupted else UNSTARTED_AT_END_TEXT)
         else:
-            lose_step(draft, turn, step, text=STOPPED_TEXT)
+            lose_step(draft, turn, step, text=STOPPED_TEXT if interrupted else AMBIGUOUS_TEXT)
 
 
-def _close_actions(draft: Draft, turn: Turn) -> None:
+def _close_actions(draft: Draft, turn: Turn, *, interrupted: bool) -> None:
     """Pair calls whose answers will not be read.
 
     MA-C8.6: only what had been published, when the turn parked, is closed in public; the others are never shown.
     """
+    text = UNANSWERED_TEXT if interrupted else UNANSWERED_AT_END_TEXT
     for action in draft.turn_actions(turn.id):
         draft.put(msgspec.structs.replace(action, state="closed"))
-        result_entry(draft, turn, action.position, text_result(call_id(action.id), UNANSWERED_TEXT, is_error=True))
+        result_entry(draft, turn, action.position, text_result(call_id(action.id), text, is_error=True))
         if action.state == "held":
             continue
         draft.emit("action.closed", thread_id=turn.thread_id, kind=action.kind, turn_id=turn.id, item_id=action.id)
@@ -214,7 +220,7 @@ def _close_actions(draft: Draft, turn: Turn) -> None:
                 turn_id=turn.id,
                 item_id=action.id,
                 snap=ItemSnap(state="failed"),
-                body=encode({"content": [{"type": "text", "text": UNANSWERED_TEXT}], "is_error": True}),
+                body=encode({"content": [{"type": "text", "text": text}], "is_error": True}),
             )
 
 
@@ -224,8 +230,8 @@ def end_turn(draft: Draft, turn: Turn, outcome: TurnOutcome, *, error_code: str 
     MA-C6.1: there is one `turn.ended`, in one commit with all that closes. MA-C8.12: every open interrupt is done with it. The caller
     publishes the phase that follows.
     """
-    _close_steps(draft, turn)
-    _close_actions(draft, turn)
+    _close_steps(draft, turn, interrupted=outcome == "interrupted")
+    _close_actions(draft, turn, interrupted=outcome == "interrupted")
     for entry in draft.taken(turn.id):
         unread: Custody = "interrupted" if outcome == "interrupted" else "cancelled"
         custody: Custody = unread if entry.state == "claimed" else "consumed"

@@ -104,10 +104,10 @@ def updated_agent(body: Body, request: Any) -> Body | Refused:
 
 
 def read_version(request: Any) -> int | Refused | None:
-    """The `version` that an update names, if any."""
+    """The `version` that an update names, if any. Null is no version: whoever sends it believes to be protected by one."""
     try:
-        value = read_object(request, "").get("version")
-        return None if value is None else read_whole(value, "version", least=1)
+        given = read_object(request, "")
+        return read_whole(given["version"], "version", least=1) if "version" in given else None
     except Misfit as misfit:
         return misfit.refused
 

@@ -70,7 +70,7 @@ def decide_room(room: Room, *, count: int, size_bytes: int) -> Refused | None:
         return Refused(
             "rate_limited",
             "mailbox_full",
-            f"The session already holds {room.waiting_count} waiting inputs and takes at most {WAITING_COUNT_MAX:,}: "
+            f"The session already holds {room.waiting_count:,} waiting inputs and takes at most {WAITING_COUNT_MAX:,}: "
             "wait until it has worked through some, or interrupt it.",
         )
     if room.waiting_bytes + size_bytes > WAITING_BYTES_MAX:

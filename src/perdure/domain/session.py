@@ -86,7 +86,9 @@ def refuse_input(state: SessionState) -> Refused | None:
         return Refused("not_found", "session_not_found", "Session not found.")
     if state == "archived":
         return Refused(
-            "conflict", "session_archived", "The session is archived: it keeps its history and takes no more events."
+            "conflict",
+            "session_archived",
+            "The session is archived: it keeps its history, and nothing of it changes any more.",
         )
     if state == "terminated":
         return Refused("conflict", "session_terminated", "The session is terminated: create a new session to go on.")

@@ -92,12 +92,16 @@ def read_flag(value: Any, path: str) -> bool:
     return value
 
 
+WHOLE_MAX = 2**63 - 1
+"""What the ledger can keep."""
+
+
 def read_whole(value: Any, path: str, *, least: int) -> int:
     """A whole number; 1.0 is none."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise Misfit(path, f"must be a whole number, not {name_of(value)}.")
-    if value < least:
-        raise Misfit(path, f"must be at least {least}.")
+    if not least <= value <= WHOLE_MAX:
+        raise Misfit(path, f"must be from {least} to {WHOLE_MAX:,}.")
     return value
 
 

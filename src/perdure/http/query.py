@@ -47,12 +47,12 @@ def read_whole(query: Query, key: str, *, default: int, most: int | None = None)
     text = read_text(query, key)
     if text is None:
         return default
-    rule = f"from 1 to {most:,}" if most is not None else "of at least 1"
+    rule = f"from 1 to {most or 10**LIMIT_DIGITS_MAX - 1:,}"
     if not (text.isascii() and text.isdigit() and len(text) <= LIMIT_DIGITS_MAX):
         return invalid(key, f"{key}: must be a whole number {rule}, not {text[:40]!r}.")
     value = int(text)
     if value < 1 or (most is not None and value > most):
-        return invalid(key, f"{key}: must be a whole number {rule}, not {value}.")
+        return invalid(key, f"{key}: must be a whole number {rule}, not {text!r}.")
     return value
 
 

@@ -28,6 +28,7 @@ from typing import Any, Final, TypeAlias, cast, get_args
 
 import msgspec
 
+from perdure.domain.transcript import SYSTEM_OPEN
 from perdure.models.strictness import clean_text, parse_arguments
 from perdure.ports.model import (
     BlockClosed,
@@ -184,11 +185,17 @@ def _directives_for(request: ModelRequest) -> list[_Directive]:
 
 
 def _last_user_text(messages: list[Json]) -> tuple[int, str]:
-    """The position and the text of the last user message that has any; (-1, "") without one."""
+    """The position of the last user message that has text, and the last text in it; (-1, "") without one.
+
+    What was said before an interrupt or an error stands in the same message, and is not asked for again.
+    """
     for at in range(len(messages) - 1, -1, -1):
-        message = messages[at]
-        if message.get("role") == "user" and (text := _text_of(message)).strip():
-            return at, text
+        if messages[at].get("role") != "user":
+            continue
+        texts = [str(b.get("text", "")) for b in _blocks(messages[at]) if b.get("type") == "text"]
+        said = [t for t in texts if t.strip() and not t.startswith(SYSTEM_OPEN)]
+        if said:
+            return at, said[-1]
     return -1, ""
 
 

@@ -201,7 +201,13 @@ def test_updates() -> None:
     assert after(model={"id": "m", "effort": None})["model"]["effort"] is None
     for bad in ({"name": None}, {"model": None}, {"name": ""}, {"x": 1}, {"metadata": {str(i): "" for i in range(15)}}):
         assert isinstance(updated_agent(before, bad), Refused)
-    assert (read_version({}), read_version({"version": None}), read_version({"version": 2})) == (None, None, 2)
+    assert (read_version({}), read_version({"version": 2}), read_version({"version": 2**63 - 1})) == (
+        None,
+        2,
+        2**63 - 1,
+    )
+    for bad in (None, 0, 2**63, 1.0, True, "1"):
+        assert isinstance(read_version({"version": bad}), Refused)
     assert isinstance(read_version({"version": 0}), Refused)
     assert (refuse_version(None, 4), refuse_version(4, 4)) == (None, None)
     conflict = refuse_version(3, 4)

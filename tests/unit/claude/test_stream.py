@@ -141,6 +141,9 @@ async def test_the_decoder_of_the_sdk_reads_the_frames(face: Face) -> None:
     read = list(SSEDecoder().iter_bytes(iter([opened.frames.data])))
     assert [s.event for s in read if s.data] == opened.frames.types()
     assert [s.json() for s in read if s.data] == opened.frames.events()
+    # Other clients split decoded text wherever Unicode knows a line break.
+    lines = opened.frames.data.decode().splitlines()
+    assert all(not line or line[0] == ":" or line.split(":")[0] in ("event", "id", "data") for line in lines)
     await opened.close()
 
 

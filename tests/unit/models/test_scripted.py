@@ -126,6 +126,13 @@ async def test_then_divides_a_script_into_rounds() -> None:
     assert blocks(await play(*third)) == [TextBlock("done")]
 
 
+async def test_what_was_asked_before_an_interrupt_is_not_asked_again() -> None:
+    """Both texts are in one message then, since nothing was answered in between; so is what the system said last."""
+    texts = ["[[say: old]]", "new", "<system-message>\nbe brief\n</system-message>"]
+    message = {"role": "user", "content": [{"type": "text", "text": text} for text in texts]}
+    assert blocks(await play(message)) == [TextBlock("You said: new")]
+
+
 async def test_a_new_text_starts_a_new_script() -> None:
     before = [user("[[call: a {}]]"), called(("c1", "a")), results(("c1", "1", False))]
     assert blocks(await play(*before, user("[[call: b {}]]"))) == [CallBlock("toolu_scripted_000001", "b", {})]

@@ -140,10 +140,17 @@ class Frames:
         return frame(to_wire_delta(preview), persisted=False)
 
 
+_SEPARATORS: Final = tuple((c.encode(), f"\\u{ord(c):04x}".encode()) for c in "\u0085\u2028\u2029")
+"""What many a client's line reader ends a line at. Control characters are escaped in JSON as it is."""
+
+
 def frame(wire: WireEvent, *, persisted: bool) -> bytes:
-    """One event of the stream. JSON as we write it has no line break, so one `data` line holds it."""
+    """One event of the stream, its JSON in one `data` line, also for readers that take other characters for line breaks."""
     cursor = f"id: {wire.seq}.{wire.place}\n".encode() if persisted else b""
-    return b"event: " + wire.type.encode() + b"\n" + cursor + b"data: " + wire.data + b"\n\n"
+    data = wire.data
+    for character, escape in _SEPARATORS:
+        data = data.replace(character, escape)
+    return b"event: " + wire.type.encode() + b"\n" + cursor + b"data: " + data + b"\n\n"
 
 
 def _read_deltas(request: Request) -> frozenset[str] | Refused:
