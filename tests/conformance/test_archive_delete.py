@@ -3,9 +3,9 @@
 import anthropic
 import pytest
 from tests.conformance.test_bad_references import refused_once
+from tests.conformance.test_sessions import refused
 from tests.conformance.test_tools import CUSTOM, TOOLSET
 
-from perdure.domain.transcript import UNANSWERED_AT_END_TEXT
 from perdure.environments.local import LocalEnvironment
 from perdure.testing.model_server import Call, Reply, Text
 from perdure.testing.processes import until
@@ -45,8 +45,9 @@ async def test_archive_ends_a_session_and_keeps_its_history(served: Served) -> N
     for events in ([message("late")], [INTERRUPT], [message("a"), INTERRUPT]):
         async with refused_once(told):
             await told.send(*events)
-    async with refused_once(told):
-        await sessions.update(told.id, title="late")
+    error = await refused(sessions.update(told.id, title="late"), "nothing of it changes")
+    assert error["details"]["error_code"] == "session_archived"
+    assert await told.events() == [*before, *frames]
     again = await sessions.archive(told.id)
     assert again.archived_at == archived.archived_at
     assert await told.events() == listed
@@ -69,7 +70,7 @@ async def test_archive_of_a_parked_session_closes_its_actions(served: Served) ->
     assert all(e["processed_at"] for e in listed)
 
 
-async def test_archive_says_in_the_history_that_the_turn_ended_and_blames_nobody(served: Served) -> None:
+async def test_archive_says_in_the_history_that_it_ended_the_turn_and_blames_nobody(served: Served) -> None:
     toolset = {**TOOLSET, "default_config": {"permission_policy": {"type": "always_ask"}}}
     told = await served.make_session(Reply(Call("bash", {"command": "echo"})), tools=[toolset])
     await told.say("go")
@@ -77,7 +78,7 @@ async def test_archive_says_in_the_history_that_the_turn_ended_and_blames_nobody
     await served.client.beta.sessions.archive(told.id)
     [closed] = [e for e in await told.events() if e["type"] == "agent.tool_result"]
     assert closed["is_error"]
-    assert closed["content"][0]["text"] == UNANSWERED_AT_END_TEXT
+    assert closed["content"][0]["text"] == "The session was archived before this call was answered."
 
 
 @pytest.mark.rule("MA-C2.3")
@@ -87,7 +88,7 @@ async def test_archive_loses_no_message_that_waits_behind_an_action(served: Serv
     await told.say("go")
     await told.until_idle()
     await told.say("waits")
-    async with refused_once(told):
+    async with refused_once(told, "input_waiting"):
         await served.client.beta.sessions.archive(told.id)
     (waiting, *_) = (await served.ok("GET", f"/perdure{told.path}/inputs"))["data"]
     await served.ok("POST", f"/perdure{told.path}/inputs/{waiting['id']}/withdraw")

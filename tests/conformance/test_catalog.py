@@ -51,11 +51,12 @@ async def test_create_an_agent_with_little_and_with_much(served: Served) -> None
     ("change", "match"),
     [
         ({"name": ""}, "name"),
+        ({"name": " \n"}, "name: must not be blank"),
         ({"name": "n" * 257}, "name"),
         ({"name": None}, "name"),
         ({"name": 5}, "name"),
         ({"name": "a\x00b"}, "name"),
-        ({"model": None}, "model"),
+        ({"model": None}, "model: must be a string or an object, not null"),
         ({"model": {"effort": "high"}}, "model.id"),
         ({"model": {"id": "claude-a", "effort": "extreme"}}, "model.effort"),
         ({"model": {"id": "claude-a", "inference_geo": "eu"}}, "inference_geo"),
@@ -98,8 +99,7 @@ async def test_versions_stay_as_they_were(served: Served) -> None:
     for version, known in enumerate((first, second, third), start=1):
         assert (await agents.retrieve(first.id, version=version)).to_dict() == known.to_dict()
     await refused(agents.retrieve(first.id, version=4), "version", anthropic.NotFoundError)
-    for version in (0, 2**63, 10**20):
-        await refused(agents.retrieve(first.id, version=version), "version")
+    await refused(agents.retrieve(first.id, version=0), "version")
     for asked in (
         agents.retrieve(MISSING_AGENT),
         agents.update(MISSING_AGENT, name="x"),
@@ -108,6 +108,37 @@ async def test_versions_stay_as_they_were(served: Served) -> None:
         agents.retrieve("agent_short"),
     ):
         await refused(asked, "Agent not found", anthropic.NotFoundError)
+
+
+@pytest.mark.rule("MA-A5.6", "MA-A5.7", "MA-A1.3", "MA-A1.16", "MA-A0.9", "MA-A0.24")
+@pytest.mark.parametrize("number", [2**31, 2**63 - 1, 2**63, 2**64, 99999999999999999999])
+async def test_numbers_beyond_what_the_ledger_can_hold_are_refused_by_rule(served: Served, number: int) -> None:
+    beta, kept = served.client.beta, number < 2**63
+    agent = await beta.agents.create(name="n", model="claude-a")
+    in_query = "must be a whole number from 1 to"
+    await refused(beta.agents.retrieve(agent.id, version=number), f"version: {in_query} 999,999,999")
+    await refused(beta.sessions.list(agent_id=agent.id, agent_version=number), f"agent_version: {in_query} 999,999,999")
+    await refused(beta.agents.list(limit=number), f"limit: {in_query} 100, not '{number}'")
+    await refused(beta.agents.versions.list(agent.id, limit=number), f"limit: {in_query}")
+    await refused(beta.sessions.list(limit=number), f"limit: {in_query}")
+    rule = "64 bits" if number >= 2**64 else "must be from 1 to 9,223,372,036,854,775,807"
+    await refused(beta.agents.update(agent.id, version=number, name="m"), "version 1, not" if kept else rule)
+    await refused(
+        beta.sessions.create(
+            agent={"type": "agent", "id": agent.id, "version": number}, environment_id=served.environment_id
+        ),
+        "agent.version: .*" + ("has no version" if kept else rule),
+        anthropic.NotFoundError if kept else anthropic.BadRequestError,
+    )
+    assert (await beta.agents.retrieve(agent.id)).to_dict() == agent.to_dict()
+
+
+@pytest.mark.rule("MA-A5.7", "MA-A0.10")
+async def test_null_is_no_version(served: Served) -> None:
+    agents = served.client.beta.agents
+    agent = await agents.create(name="n", model="claude-a")
+    await refused(agents.update(agent.id, version=None, name="m"), "version: must be a whole number, not null")
+    assert (await agents.retrieve(agent.id)).to_dict() == agent.to_dict()
 
 
 @pytest.mark.rule("MA-A5.8")
@@ -138,7 +169,7 @@ async def test_an_archived_agent_takes_no_update_and_its_sessions_go_on(served: 
         beta.agents.archive(agent.id), beta.agents.update(agent.id, system="raced"), return_exceptions=True
     )
     archived = await beta.agents.retrieve(agent.id)
-    assert archived.archived_at is not None
+    assert archived.archived_at is not None and archived.updated_at == agent.updated_at
     assert not isinstance(raced[0], BaseException)
     assert (await beta.agents.archive(agent.id)).to_dict() == archived.to_dict()
     await refused(beta.agents.update(agent.id, system="late"), "archived")
@@ -188,7 +219,7 @@ async def test_environments_from_creation_to_deletion(served: Served) -> None:
     assert listed[:2] == [full.id, place.id]
     session = await beta.sessions.create(agent=served.agent_id, environment_id=place.id)
     archived = await beta.environments.archive(place.id)
-    assert archived.archived_at is not None
+    assert archived.archived_at == archived.updated_at > place.updated_at
     assert place.id not in [e.id async for e in beta.environments.list()]
     assert place.id in [e.id async for e in beta.environments.list(include_archived=True)]
     await refused(beta.environments.update(place.id, name="late"), "archived")
@@ -218,7 +249,7 @@ async def test_environments_from_creation_to_deletion(served: Served) -> None:
         ({"config": {"type": "cloud", "packages": {"pip": ["numpy"]}}}, "packages"),
         (
             {"config": {"type": "cloud", "networking": {"type": "limited"}, "packages": {"npm": ["x"]}}},
-            "allow_package_managers",
+            "limited networking is not built",
         ),
         ({"config": {"type": "cloud", "networking": {"type": "none"}}}, "networking.type"),
         ({"config": {"type": "cloud", "surprise": 1}}, "config.surprise"),

@@ -163,3 +163,15 @@ async def test_a_conflict_is_sent_once_and_not_three_times(served: Served) -> No
         assert len(served.models.requests) == requests
         assert trail_of(await told.events())[-1].type == "session.status_terminated"
         await client.close()
+
+
+@pytest.mark.rule("MA-E1.4")
+async def test_a_key_is_not_read_where_nothing_is_submitted_once(served: Served) -> None:
+    agents = [
+        (await _post(served, "/v1/agents", {"name": "n", "model": "claude-a"}, idempotency_key="k")) for _ in range(2)
+    ]
+    assert [a.status_code for a in agents] == [200, 200]
+    assert agents[0].json()["id"] != agents[1].json()["id"]
+    told = await served.make_session()
+    for title in ("one", "two"):
+        assert (await _post(served, told.path, {"title": title}, idempotency_key="k")).json()["title"] == title

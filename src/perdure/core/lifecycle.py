@@ -9,12 +9,14 @@ from perdure.core.accept import admit, check, record_submission
 from perdure.core.draft import Draft
 from perdure.core.settle import drop_waiting, end_turn, park_phase, set_phase, settle_input
 from perdure.domain import ids
+from perdure.domain.barrier import still_owed
 from perdure.domain.errors import Refused
 from perdure.domain.event import UpdateSnap, encode
 from perdure.domain.mailbox import companions
 from perdure.domain.session import Session, SessionConfig, Thread, refuse_archive, refuse_delete, refuse_input
 from perdure.domain.shape import METADATA_PAIRS_MAX
 from perdure.domain.submission import Repeat, decide_submission
+from perdure.domain.transcript import Ending
 from perdure.ports.ledger import (
     ArchiveSession,
     Created,
@@ -175,22 +177,23 @@ def archive(draft: Draft, command: ArchiveSession) -> Done | Refused:
     if session.archived_at is not None and session.state not in ("deleting", "deleted"):
         return Done()
     waiting = sum(t.waiting_count for t in draft.threads.values())
-    refused = refuse_archive(session.state, session.status, waiting)
+    owed = len(still_owed(tuple(draft.actions.values())))
+    refused = refuse_archive(session.state, session.status, waiting_count=waiting, owed_count=owed)
     if refused is not None:
         return refused
     terminated = session.state == "terminated"
-    _close_turns(draft)
+    _close_turns(draft, "archived")
     draft.touch(state="archived", archived_at=draft.now)
     if not terminated:
         set_phase(draft, next(t.id for t in draft.threads.values() if t.parent_id is None), "terminated")
     return Done()
 
 
-def _close_turns(draft: Draft) -> None:
+def _close_turns(draft: Draft, ending: Ending) -> None:
     for thread in list(draft.threads.values()):
         turn = draft.turn_of(thread.id)
         if turn is not None:
-            end_turn(draft, turn, "cancelled")
+            end_turn(draft, turn, "cancelled", ending=ending)
 
 
 def delete(draft: Draft, command: DeleteSession) -> Done | Refused:
@@ -214,7 +217,7 @@ def delete(draft: Draft, command: DeleteSession) -> Done | Refused:
     refused = refuse_delete(draft.session.state, draft.session.status)
     if refused is not None:
         return refused
-    _close_turns(draft)
+    _close_turns(draft, "deleted")
     for thread in list(draft.threads.values()):
         drop_waiting(draft, thread.id, "cancelled", "session_deleted")
         draft.sleep(thread.id)

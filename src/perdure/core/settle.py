@@ -24,13 +24,12 @@ from perdure.domain.projection import STATUS_OF_PHASE
 from perdure.domain.step import Step
 from perdure.domain.transcript import (
     AMBIGUOUS_TEXT,
-    INTERRUPTED_TEXT,
-    STOPPED_TEXT,
-    UNANSWERED_AT_END_TEXT,
-    UNANSWERED_TEXT,
-    UNSTARTED_AT_END_TEXT,
+    Ending,
     TranscriptEntry,
+    running_text,
     text_result,
+    unanswered_text,
+    unstarted_text,
 )
 from perdure.domain.turn import Turn, TurnOutcome
 
@@ -185,28 +184,28 @@ def lose_step(draft: Draft, turn: Turn, step: Step, *, text: str = AMBIGUOUS_TEX
     close_tool(draft, turn, step, text)
 
 
-def _close_steps(draft: Draft, turn: Turn, *, interrupted: bool) -> None:
+def _close_steps(draft: Draft, turn: Turn, ending: Ending) -> None:
     """MA-C8.5: a call that an interrupt cut off gets an error that says whether it was started; it is never run again.
 
-    So does one that any other end of its turn cut off, without blaming the user.
+    So does one that any other end of its turn cut off; each names that end.
     """
     for step in draft.unsettled_steps(turn.id):
         if step.kind == "model":
             end_model_step(draft, turn, step, StepSnap(is_error=True), state="failed")
         elif step.state == "prepared":
             draft.put(msgspec.structs.replace(step, state="failed", settled_at=draft.now))
-            close_tool(draft, turn, step, INTERRUPTED_TEXT if interrupted else UNSTARTED_AT_END_TEXT)
+            close_tool(draft, turn, step, unstarted_text(ending))
         else:
-            lose_step(draft, turn, step, text=STOPPED_TEXT if interrupted else AMBIGUOUS_TEXT)
+            lose_step(draft, turn, step, text=running_text(ending))
 
 
-def _close_actions(draft: Draft, turn: Turn, *, interrupted: bool) -> None:
+def _close_actions(draft: Draft, turn: Turn, ending: Ending) -> None:
     """Pair calls whose answers will not be read.
 
     MA-C8.6: only what had been published, when the turn parked, is closed in public; the others are never shown.
     """
-    text = UNANSWERED_TEXT if interrupted else UNANSWERED_AT_END_TEXT
     for action in draft.turn_actions(turn.id):
+        text = unanswered_text(ending, answered=action.state == "claimed")
         draft.put(msgspec.structs.replace(action, state="closed"))
         result_entry(draft, turn, action.position, text_result(call_id(action.id), text, is_error=True))
         if action.state == "held":
@@ -224,14 +223,21 @@ def _close_actions(draft: Draft, turn: Turn, *, interrupted: bool) -> None:
             )
 
 
-def end_turn(draft: Draft, turn: Turn, outcome: TurnOutcome, *, error_code: str | None = None) -> None:
+def end_turn(
+    draft: Draft,
+    turn: Turn,
+    outcome: TurnOutcome,
+    *,
+    error_code: str | None = None,
+    ending: Ending | None = None,
+) -> None:
     """Settle a turn: everything it owns is closed, its inputs are accounted for, its slot is free.
 
     MA-C6.1: there is one `turn.ended`, in one commit with all that closes. MA-C8.12: every open interrupt is done with it. The caller
-    publishes the phase that follows.
+    publishes the phase that follows. `ending` says what the outcome alone doesn't.
     """
-    _close_steps(draft, turn, interrupted=outcome == "interrupted")
-    _close_actions(draft, turn, interrupted=outcome == "interrupted")
+    _close_steps(draft, turn, ending or outcome)
+    _close_actions(draft, turn, ending or outcome)
     for entry in draft.taken(turn.id):
         unread: Custody = "interrupted" if outcome == "interrupted" else "cancelled"
         custody: Custody = unread if entry.state == "claimed" else "consumed"

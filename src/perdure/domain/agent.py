@@ -10,12 +10,14 @@ import msgspec
 
 from perdure.domain.errors import Refused
 from perdure.domain.shape import (
+    TEXT_OR_OBJECT,
     Misfit,
     join,
     read_array,
     read_choice,
     read_metadata,
     read_metadata_patch,
+    read_name,
     read_object,
     read_text,
     read_whole,
@@ -58,7 +60,7 @@ Body: TypeAlias = dict[str, Any]
 def new_agent(request: Any) -> Body | Refused:
     """The body of version 1.
 
-    MA-A5.3, MA-F3: `name` has 1 to 256 characters, `system` at most 100,000, `metadata` and `tools` are bounded.
+    MA-A5.3, MA-F3: `name` has 1 to 256 characters and is not blank, `system` at most 100,000, `metadata` and `tools` are bounded.
     """
     try:
         given = read_object(request, "", known=AGENT_FIELDS, required=("name", "model"))
@@ -136,7 +138,7 @@ def refuse_archived(*, archived: bool) -> Refused | None:
 
 
 def _read_name(value: Any) -> str:
-    return read_text(value, "name", least=1, most=NAME_CHARS_MAX)
+    return read_name(value, "name", most=NAME_CHARS_MAX)
 
 
 def _merged_metadata(before: dict[str, str], value: Any) -> dict[str, str]:
@@ -199,7 +201,8 @@ def read_model(value: Any, path: str) -> Body:
     """A model in its object form. `effort` is null where nothing was asked: the provider's default applies."""
     if isinstance(value, str):
         value = {"id": value}
-    given = read_object(value, path, known=("id", "effort", "speed", "inference_geo"), required=("id",))
+    known = ("id", "effort", "speed", "inference_geo")
+    given = read_object(value, path, known=known, required=("id",), form=TEXT_OR_OBJECT)
     if given.get("inference_geo") is not None:
         raise unsupported(join(path, "inference_geo"), "the choice of a region")
     speed = given.get("speed")
@@ -214,8 +217,8 @@ def read_model(value: Any, path: str) -> Body:
 def _read_effort(value: Any, path: str) -> Body | None:
     if value is None:
         return None
-    if isinstance(value, dict):
-        value = read_object(value, path, known=("type",), required=("type",))["type"]
+    if not isinstance(value, str):
+        value = read_object(value, path, known=("type",), required=("type",), form=TEXT_OR_OBJECT)["type"]
         path = join(path, "type")
     return {"type": read_choice(value, path, EFFORTS)}
 

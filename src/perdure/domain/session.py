@@ -95,10 +95,12 @@ def refuse_input(state: SessionState) -> Refused | None:
     return None
 
 
-def refuse_archive(state: SessionState, status: SessionStatus, waiting_count: int) -> Refused | None:
+def refuse_archive(
+    state: SessionState, status: SessionStatus, *, waiting_count: int, owed_count: int
+) -> Refused | None:
     """Why a session can't be archived now.
 
-    MA-G14: while it runs it is not archived. Input that waits counts as running: none is lost by archiving.
+    MA-G14: while it runs it is not archived, and neither while input waits: none is lost by archiving.
     """
     if state in ("deleting", "deleted"):
         return Refused("not_found", "session_not_found", "Session not found.")
@@ -112,8 +114,9 @@ def refuse_archive(state: SessionState, status: SessionStatus, waiting_count: in
         # An interrupt would not help: it leaves what waits behind a required action.
         return Refused(
             "conflict",
-            "session_running",
-            "Messages wait behind the session's required actions: answer those, or withdraw the messages, then archive it.",
+            "input_waiting",
+            f"The session is parked: it waits for answers ({owed_count}), and inputs ({waiting_count}) wait behind them. Answer the "
+            "required actions or withdraw the inputs, then archive it; or delete it.",
         )
     return None
 

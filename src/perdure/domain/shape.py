@@ -4,7 +4,7 @@ Paths are dotted: `events.1.content.0.text`. `Misfit` is caught by the function 
 """
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Final
 
 from perdure.domain.errors import RefusalKind, Refused
 
@@ -17,6 +17,9 @@ class Misfit(Exception):
     ) -> None:
         super().__init__(rule)
         self.refused = Refused(kind, code, f"{path}: {rule}", path)
+
+
+TEXT_OR_OBJECT: Final = "a string or an object"
 
 
 def unsupported(path: str, what: str) -> Misfit:
@@ -47,11 +50,16 @@ def name_of(value: Any) -> str:
 
 
 def read_object(
-    value: Any, path: str, *, known: Collection[str] | None = None, required: Collection[str] = ()
+    value: Any,
+    path: str,
+    *,
+    known: Collection[str] | None = None,
+    required: Collection[str] = (),
+    form: str = "an object",
 ) -> dict[str, Any]:
-    """An object with none but the known keys, and all of the required ones."""
+    """An object with none but the known keys, and all of the required ones. `form` names what else the caller takes in its place."""
     if not isinstance(value, dict):
-        raise Misfit(path or "body", f"must be an object, not {name_of(value)}.")
+        raise Misfit(path or "body", f"must be {form}, not {name_of(value)}.")
     found: dict[str, Any] = value  # pyright: ignore[reportUnknownVariableType]
     for key in found:
         if known is not None and key not in known:
@@ -85,6 +93,14 @@ def read_text(value: Any, path: str, *, least: int = 0, most: int | None = None)
     return value
 
 
+def read_name(value: Any, path: str, *, most: int) -> str:
+    """What people call a thing: there must be something to read."""
+    text = read_text(value, path, least=1, most=most)
+    if not text.strip():
+        raise Misfit(path, "must not be blank.")
+    return text
+
+
 def read_flag(value: Any, path: str) -> bool:
     """A boolean."""
     if not isinstance(value, bool):
@@ -92,7 +108,7 @@ def read_flag(value: Any, path: str) -> bool:
     return value
 
 
-WHOLE_MAX = 2**63 - 1
+WHOLE_MAX: Final = 2**63 - 1
 """What the ledger can keep."""
 
 

@@ -3,13 +3,28 @@
 It is kept in causal order: each consumed input, then the output of its turn, before any later input.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, TypeAlias
 from uuid import UUID
 
 import msgspec
 
+from perdure.domain.turn import TurnOutcome
+
 EntryKind: TypeAlias = Literal["input", "system", "model", "result", "answer", "denial", "note"]
+
+Ending: TypeAlias = TurnOutcome | Literal["archived", "deleted"]
+"""What ended a turn, in more words than its outcome has."""
+
+_ENDINGS: Final[Mapping[Ending, str]] = {
+    "interrupted": "The user interrupted the turn",
+    "archived": "The session was archived",
+    "deleted": "The session was deleted",
+    "failed": "The turn ended with an error",
+    "cancelled": "The turn was cancelled",
+    "completed": "The turn ended",
+    "refused": "The turn ended",
+}
 
 INTERRUPTED_TEXT: Final = "The user interrupted this call before it started."
 AMBIGUOUS_TEXT: Final = (
@@ -18,9 +33,6 @@ AMBIGUOUS_TEXT: Final = (
 )
 STOPPED_TEXT: Final = "The user interrupted this call while it ran. Its outcome is unknown; it may have had effects."
 FAILED_TEXT: Final = "This call failed. What it gave back follows."
-UNANSWERED_TEXT: Final = "The user interrupted the turn before this call was answered."
-UNSTARTED_AT_END_TEXT: Final = "The turn ended before this call was started."
-UNANSWERED_AT_END_TEXT: Final = "The turn ended before this call was answered."
 CONTINUE_TEXT: Final = "Your reply was cut off by its output limit. Go on exactly where it stopped."
 SYSTEM_OPEN: Final = "<system-message>\n"
 SYSTEM_CLOSE: Final = "\n</system-message>"
@@ -96,6 +108,21 @@ def _answer(call_id: str, body: dict[str, Any]) -> dict[str, Any]:
 def denial_text(message: str | None) -> str:
     """What the model reads when a client denied a call."""
     return f"The user denied this call: {message}" if message else "The user denied this call."
+
+
+def unstarted_text(ending: Ending) -> str:
+    """What becomes of a call that its turn's end left unstarted."""
+    return INTERRUPTED_TEXT if ending == "interrupted" else f"{_ENDINGS[ending]} before this call was started."
+
+
+def running_text(ending: Ending) -> str:
+    """What becomes of a call that its turn's end cut off."""
+    return STOPPED_TEXT if ending == "interrupted" else AMBIGUOUS_TEXT
+
+
+def unanswered_text(ending: Ending, *, answered: bool) -> str:
+    """What becomes of a call that a client owed an answer to, or gave one that nobody will read."""
+    return f"{_ENDINGS[ending]} before {'the answer to this call was read' if answered else 'this call was answered'}."
 
 
 def _results_first(message: dict[str, Any]) -> dict[str, Any]:

@@ -65,12 +65,13 @@ def read_flag(query: Query, key: str) -> bool | Refused:
 
 
 def read_instant(query: Query, key: str) -> datetime | Refused | None:
-    """An RFC 3339 time, in UTC."""
+    """An RFC 3339 time, in UTC; its `T` and `Z` may be small."""
     text = read_text(query, key)
     if text is None:
         return None
     try:
-        instant = datetime.fromisoformat(text.replace(" ", "+") if "T" in text else text)
+        # An unescaped plus sign of the offset comes as a space.
+        instant = datetime.fromisoformat(text.upper().replace(" ", "+"))
         if instant.tzinfo is None or "T" not in text.upper():
             raise ValueError
         return instant.astimezone(UTC)

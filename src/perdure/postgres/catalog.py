@@ -60,7 +60,10 @@ insert into agent_version (agent_id, version, body, created_at) select $1, moved
 
 _ARCHIVE_AGENT_SQL: Final = """
 -- archive_agent
-update agent set archived_at = clock_timestamp(), updated_at = greatest(clock_timestamp(), updated_at + interval '1 microsecond')
+update agent
+   set archived_at = greatest(t.at, updated_at + interval '1 microsecond'),
+       updated_at = greatest(t.at, updated_at + interval '1 microsecond')
+  from (select clock_timestamp() as at) as t
  where workspace_id = $1 and id = $2 and archived_at is null"""
 
 _ENVIRONMENT_COLUMNS: Final = "id, workspace_id, body, created_at, updated_at, archived_at"
@@ -85,7 +88,9 @@ update environment set body = $2, updated_at = greatest(clock_timestamp(), updat
 _ARCHIVE_ENVIRONMENT_SQL: Final = """
 -- archive_environment
 update environment
-   set archived_at = clock_timestamp(), updated_at = greatest(clock_timestamp(), updated_at + interval '1 microsecond')
+   set archived_at = greatest(t.at, updated_at + interval '1 microsecond'),
+       updated_at = greatest(t.at, updated_at + interval '1 microsecond')
+  from (select clock_timestamp() as at) as t
  where workspace_id = $1 and id = $2 and archived_at is null"""
 
 _WORKSPACE_COLUMNS: Final = "id, name, created_at"

@@ -83,6 +83,20 @@ def test_tool_sets_are_resolved() -> None:
     assert made(tools=resolved)["tools"] == resolved, "what was answered can be sent again"
 
 
+@pytest.mark.rule("MA-A0.9")
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": None}, "model: must be a string or an object, not null."),
+        ({"model": 1}, "model: must be a string or an object, not a number."),
+        ({"model": {"id": "m", "effort": 1}}, "model.effort: must be a string or an object, not a number."),
+        ({"name": " "}, "name: must not be blank."),
+    ],
+)
+def test_messages_name_every_form_that_is_taken(fields: dict[str, Any], message: str) -> None:
+    assert refusal(**fields).message == message
+
+
 @pytest.mark.rule(
     "MA-A5.3", "MA-A5.5", "MA-A5.16", "MA-A5.17", "MA-D1.3", "MA-D1.16", "MA-D2.6", "MA-D5.1", "MA-F3", "MA-F4",
     "MA-F5", "MA-F6",
@@ -93,6 +107,7 @@ def test_tool_sets_are_resolved() -> None:
         ({"name": ""}, "name"),
         ({"name": None}, "name"),
         ({"name": "x" * 257}, "name"),
+        ({"name": " \u2003 "}, "name"),
         ({"model": None}, "model"),
         ({"model": ""}, "model.id"),
         ({"model": {"id": "m", "effort": "huge"}}, "model.effort"),

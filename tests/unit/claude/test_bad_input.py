@@ -184,7 +184,7 @@ CONFIRM = {"type": "user.tool_confirmation", "tool_use_id": CALL, "result": "all
         ([CONFIRM | {"result": "maybe"}], "events.0.result", "allow"),
         ([CONFIRM | {"tool_use_id": None}], "events.0.tool_use_id", "null"),
         ([{"type": "user.tool_confirmation", "result": "allow"}], "events.0.tool_use_id", "required"),
-        ([CONFIRM | {"tool_use_id": "toolu_1"}], "events.0.tool_use_id", "no required action"),
+        ([CONFIRM | {"tool_use_id": "toolu_1"}], "events.0.tool_use_id", "No required action"),
         ([result() | {"content": None}], "events.0.content", "null"),
         ([result() | {"is_error": "yes"}], "events.0.is_error", "true or false"),
         ([result(SEARCH | {"citations": {}})], "events.0.content.0.citations.enabled", "required"),

@@ -110,6 +110,13 @@ async def test_what_is_not_built_is_refused_by_name(face: Face, field: str, valu
     await face.ok("POST", "/v1/sessions", body(resources=[], vault_ids=[], budget=None))
 
 
+@pytest.mark.rule("MA-A0.9", "MA-A0.10")
+@pytest.mark.parametrize(("agent", "what"), [(None, "null"), (1, "a number"), ([], "an array")])
+async def test_an_agent_of_another_form_is_told_both_forms(face: Face, agent: Any, what: str) -> None:
+    error = await face.refused("POST", "/v1/sessions", body(agent=agent))
+    assert (error["status"], error["message"]) == (400, f"agent: must be a string or an object, not {what}.")
+
+
 async def test_a_model_that_nobody_serves_is_refused_with_what_to_do(face: Face) -> None:
     face.catalog.put_agent({"name": "n", "model": "none/m"})
     error = await face.refused("POST", "/v1/sessions", body())

@@ -26,24 +26,33 @@ def test_which_states_take_input(state: Any, code: str | None) -> None:
 @pytest.mark.rule("MA-C2.6")
 @pytest.mark.parametrize("state", ["deleting", "deleted"])
 def test_a_session_that_goes_is_not_found(state: Any) -> None:
-    for refused in (refuse_input(state), refuse_archive(state, "idle", 0)):
+    for refused in (refuse_input(state), refuse_archive(state, "idle", waiting_count=0, owed_count=0)):
         assert refused is not None
         assert refused.kind == "not_found"
 
 
 @pytest.mark.rule("MA-G14")
 @pytest.mark.parametrize(
-    ("state", "status", "waiting_count", "refused"),
+    ("state", "status", "waiting_count", "code"),
     [
-        ("open", "idle", 0, False),
-        ("open", "running", 0, True),
-        ("open", "rescheduling", 0, True),
-        ("open", "idle", 1, True),
-        ("terminated", "terminated", 0, False),
+        ("open", "idle", 0, None),
+        ("open", "running", 0, "session_running"),
+        ("open", "rescheduling", 0, "session_running"),
+        ("open", "running", 1, "session_running"),
+        ("open", "idle", 1, "input_waiting"),
+        ("terminated", "terminated", 0, None),
     ],
 )
-def test_what_may_be_archived(state: Any, status: Any, waiting_count: int, refused: bool) -> None:
-    assert (refuse_archive(state, status, waiting_count) is not None) == refused
+def test_what_may_be_archived(state: Any, status: Any, waiting_count: int, code: str | None) -> None:
+    refused = refuse_archive(state, status, waiting_count=waiting_count, owed_count=waiting_count)
+    assert (None if refused is None else refused.code) == code
+
+
+def test_a_parked_session_is_not_archived_and_says_what_it_waits_for() -> None:
+    refused = refuse_archive("open", "idle", waiting_count=3, owed_count=2)
+    assert refused is not None
+    assert "answers (2)" in refused.message and "inputs (3)" in refused.message
+    assert "running" not in refused.message
 
 
 @pytest.mark.rule("MA-C11.1", "MA-C11.6")

@@ -6,7 +6,18 @@ import msgspec
 import pytest
 from tests.unit.domain.rows import an_entry
 
-from perdure.domain.transcript import OMITTED_TEXT, build_messages, is_blank_text, text_result, tool_result
+from perdure.domain.transcript import (
+    AMBIGUOUS_TEXT,
+    OMITTED_TEXT,
+    STOPPED_TEXT,
+    build_messages,
+    is_blank_text,
+    running_text,
+    text_result,
+    tool_result,
+    unanswered_text,
+    unstarted_text,
+)
 from perdure.testing.small_model import check_messages
 
 
@@ -122,3 +133,23 @@ def test_blank_results_are_left_out() -> None:
 def test_system_messages_are_marked_as_such() -> None:
     entries = [an_entry(1, "input", ref_body=said("one")), an_entry(2, "system", ref_body=said("be brief"))]
     assert "<system-message>\nbe brief\n</system-message>" in build_messages(entries)[0]["content"][1]["text"]
+
+
+@pytest.mark.rule("MA-C8.5")
+@pytest.mark.parametrize(
+    ("ending", "cause"),
+    [
+        ("interrupted", "The user interrupted"),
+        ("archived", "The session was archived"),
+        ("deleted", "The session was deleted"),
+        ("failed", "The turn ended with an error"),
+        ("cancelled", "The turn was cancelled"),
+        ("completed", "The turn ended"),
+        ("refused", "The turn ended"),
+    ],
+)
+def test_a_call_that_is_closed_with_its_turn_names_what_ended_it(ending: Any, cause: str) -> None:
+    texts = [unstarted_text(ending), unanswered_text(ending, answered=False), unanswered_text(ending, answered=True)]
+    assert all(text.startswith(cause) for text in texts)
+    assert len(set(texts)) == len(texts)
+    assert running_text(ending) == (STOPPED_TEXT if ending == "interrupted" else AMBIGUOUS_TEXT)

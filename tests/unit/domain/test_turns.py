@@ -1,5 +1,6 @@
 """The rules of turns at work: each scenario is a few commands on one session, with every commit checked."""
 
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -22,7 +23,8 @@ from tests.unit.domain.stage import (
 from perdure.domain.errors import Fenced
 from perdure.domain.event import Event
 from perdure.domain.mailbox import WAITING_COUNT_MAX
-from perdure.domain.turn import CHARGE_MAX, CUT_ROUNDS_MAX, ROUNDS_MAX
+from perdure.domain.transcript import AMBIGUOUS_TEXT
+from perdure.domain.turn import CHARGE_MAX, CUT_ROUNDS_MAX, PARALLEL_TOOLS_MAX, ROUNDS_MAX
 from perdure.ports.ledger import (
     Accepted,
     ArchiveSession,
@@ -213,6 +215,41 @@ def test_ending_a_parked_session_accounts_for_its_answers(command: type[ArchiveS
     assert stage.inputs() == [("message", "consumed", "cancelled"), ("custom_result", "cancelled", "cancelled")]
 
 
+def told_of_calls(stage: Stage) -> list[str]:
+    """What the model reads of the last round's calls."""
+    return [str(b["content"][0]["text"]) for b in stage.history()[-1]["content"] if b["type"] == "tool_result"]
+
+
+@pytest.mark.rule("MA-C5.1")
+@pytest.mark.parametrize(("command", "end"), [(ArchiveSession, "archived"), (DeleteSession, "deleted")])
+def test_calls_of_a_parked_turn_are_closed_by_what_ended_it(command: Any, end: str) -> None:
+    stage = parked("custom", "ask")
+    stage.send(answer(stage.actions[0]))
+    stage.commit(command(session_id=SESSION, workspace_id=WORKSPACE))
+    assert told_of_calls(stage) == [
+        f"The session was {end} before the answer to this call was read.",
+        f"The session was {end} before this call was answered.",
+    ]
+
+
+@pytest.mark.rule("MA-C5.1", "MA-C15.2")
+def test_calls_of_a_turn_that_is_given_up_blame_no_user() -> None:
+    stage = Stage(message())
+    (model,) = stage.look().steps
+    stage.report(replied(model, "custom", *["server"] * (CHARGE_MAX * PARALLEL_TOOLS_MAX + 1)))
+    stage.oracle.bury(WORKER)
+    for number in range(1, CHARGE_MAX):
+        assert isinstance(stage.look(UUID(int=50 + number)), Perform)
+        stage.oracle.bury(UUID(int=50 + number))
+    assert stage.look(OTHER) == Idle()
+    assert stage.turns[0].outcome == "failed"
+    texts = told_of_calls(stage)
+    assert texts[0] == "The turn ended with an error before this call was answered."
+    assert texts[-1] == "The turn ended with an error before this call was started."
+    assert set(texts[1:-1]) == {AMBIGUOUS_TEXT}
+    assert not any("user" in text for text in texts)
+
+
 # -------------------------------------------------------------------------------------------------------------- interrupts
 
 
@@ -316,6 +353,7 @@ def test_an_interrupt_behind_the_last_answer_ends_the_resume() -> None:
     stage.send(answer(stage.actions[0]), INTERRUPT)
     assert stage.phases() == ["active", "wait_action", "active", "idle"]
     assert stage.inputs()[1] == ("custom_result", "interrupted", "interrupted")
+    assert told_of_calls(stage) == ["The user interrupted the turn before the answer to this call was read."]
     assert stage.look() == Idle()
 
 

@@ -141,6 +141,7 @@ async def test_an_archived_agent_stays_archived_and_takes_no_update(serving: Ser
         agent = await client.beta.agents.create(name="A", model=MODEL)
         archived = await client.beta.agents.archive(agent.id)
         assert archived.archived_at is not None and archived.version == 1
+        assert archived.updated_at == agent.updated_at
         assert await client.beta.agents.archive(agent.id) == archived
         with pytest.raises(anthropic.BadRequestError) as caught:
             await client.beta.agents.update(agent.id, name="B")

@@ -1,6 +1,8 @@
 """What every request gets, whatever its route: envelopes, limits, request ids, and the operational pages."""
 
 import asyncio
+import gzip
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 from uuid import uuid4
@@ -291,6 +293,17 @@ async def test_an_idempotency_key_of_the_wrong_length_is_named() -> None:
         headers = running.signed(**{"idempotency-key": "x" * 300})
         answer = await http.post("/v1/once", headers=headers, content=b"{}")
     assert answer.status_code == 400 and "Idempotency-Key" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("coding", ["gzip", "deflate"])
+async def test_a_compressed_body_is_refused_and_stores_nothing(serving: Serving, coding: str) -> None:
+    plain = b'{"name":"n","model":"m"}'
+    packed = gzip.compress(plain) if coding == "gzip" else zlib.compress(plain)
+    async with serving.http() as http:
+        headers = serving.signed(**{"content-encoding": coding})
+        answer = await http.post("/v1/agents", headers=headers, content=packed)
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("body: must be ")
+    assert "create_agent" not in serving.catalog.calls
 
 
 async def test_a_query_of_a_thousand_fields_is_refused(serving: Serving) -> None:

@@ -46,6 +46,7 @@ LIMITED = {"type": "limited", "allowed_hosts": ["example.com"]}
         ({}, "name"),
         ({"name": None}, "name"),
         ({"name": ""}, "name"),
+        ({"name": " \t"}, "name: must not be blank"),
         ({"name": "E", "metadata": None}, "metadata"),
         ({"name": "E", "metadata": {"k": None}}, "metadata.k"),
         ({"name": "E", "metadata": {str(n): "v" for n in range(17)}}, "metadata"),
@@ -60,7 +61,7 @@ LIMITED = {"type": "limited", "allowed_hosts": ["example.com"]}
         ({"name": "E", "config": {"type": "cloud", "packages": {"pip": "numpy"}}}, "config.packages.pip"),
         (
             {"name": "E", "config": {"type": "cloud", "networking": LIMITED, "packages": {"pip": ["numpy"]}}},
-            "config.packages: needs networking.allow_package_managers",
+            "config.networking.type: limited networking is not built yet",
         ),
     ],
 )
@@ -106,7 +107,8 @@ async def test_archive_ends_updates_and_delete_ends_everything(serving: Serving)
         environments = client.beta.environments
         environment = await environments.create(name="E")
         archived = await environments.archive(environment.id)
-        assert archived.archived_at and await environments.archive(environment.id) == archived
+        assert archived.archived_at == archived.updated_at > environment.updated_at
+        assert await environments.archive(environment.id) == archived
         with pytest.raises(anthropic.BadRequestError) as caught:
             await environments.update(environment.id, name="F")
         assert caught.value.error_code == "environment_archived"

@@ -117,7 +117,7 @@ def _answer(given: dict[str, Any], path: str, session_id: UUID, field: str, answ
     reference = read_text(given[field], place)
     action_id = from_wire_id(EVENT, reference)
     if action_id is None:
-        raise Misfit(place, f"no required action has the id {reference[:64]!r}.", code="unknown_action")
+        raise Misfit(place, f"No required action has the id {reference[:64]!r}.", code="unknown_action")
     _check_thread(given.get("session_thread_id"), join(path, "session_thread_id"), session_id)
     return Arrival(
         kind="custom_result" if answer == "result" else "confirmation",

@@ -14,6 +14,7 @@ from perdure.domain.shape import (
     read_flag,
     read_metadata,
     read_metadata_patch,
+    read_name,
     read_object,
     read_text,
     refuse_pairs,
@@ -94,7 +95,7 @@ def updated_environment(body: dict[str, Any], request: Any) -> dict[str, Any] | 
 
 
 def _read_name(value: Any) -> str:
-    return read_text(value, "name", least=1, most=NAME_CHARS_MAX)
+    return read_name(value, "name", most=NAME_CHARS_MAX)
 
 
 def _read_description(value: Any) -> str | None:
@@ -123,7 +124,7 @@ def _read_config(value: Any, stored: dict[str, Any] | None = None) -> dict[str, 
         raise unsupported("config.type", "the self_hosted environment")
     read_object(given, "config", known=("type", "networking", "packages"))
     packages = _read_packages(given.get("packages"))
-    _refuse_limited(given.get("networking"), packages=packages)
+    _refuse_limited(given.get("networking"))
     if packages:
         raise unsupported("config.packages", "the installation of packages")
     return CLOUD
@@ -147,7 +148,7 @@ def _read_packages(value: Any) -> bool:
     return asked
 
 
-def _refuse_limited(value: Any, *, packages: bool) -> None:
+def _refuse_limited(value: Any) -> None:
     """Raise unless networking is left out or unrestricted. A limit that nothing enforces must not be accepted."""
     if value is None:
         return
@@ -163,8 +164,6 @@ def _refuse_limited(value: Any, *, packages: bool) -> None:
     hosts = given.get("allowed_hosts")
     for index, host in enumerate([] if hosts is None else read_array(hosts, join(place, "allowed_hosts"))):
         read_text(host, join(place, join("allowed_hosts", index)), least=1)
-    if packages and not given.get("allow_package_managers"):
-        raise Misfit("config.packages", "needs networking.allow_package_managers: true under limited networking.")
     raise unsupported(join(place, "type"), "limited networking")
 
 

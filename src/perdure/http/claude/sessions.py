@@ -12,6 +12,7 @@ from perdure.domain.errors import Refused
 from perdure.domain.event import encode
 from perdure.domain.session import SessionConfig
 from perdure.domain.shape import (
+    TEXT_OR_OBJECT,
     Misfit,
     join,
     read_metadata,
@@ -206,7 +207,8 @@ def _read_agent(value: Any, path: str) -> _AgentWish:
     """The three forms: an id, a reference, a reference with overrides."""
     if isinstance(value, str):
         return _AgentWish(from_wire_id(AGENT, value), None, {}, path)
-    kind = read_text(read_object(value, path, required=("type", "id"))["type"], join(path, "type"))
+    reference = read_object(value, path, required=("type", "id"), form=TEXT_OR_OBJECT)
+    kind = read_text(reference["type"], join(path, "type"))
     if kind not in ("agent", "agent_with_overrides"):
         raise Misfit(join(path, "type"), f"must be agent or agent_with_overrides, not {kind[:64]!r}.")
     known = ("type", "id", "version")
