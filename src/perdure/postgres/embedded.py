@@ -15,14 +15,9 @@ from urllib.parse import quote
 import asyncpg
 
 from perdure.postgres.postmaster import (
-    POLL_S,
     SUPERUSER,
-    EmbeddedPostgresError,
-    FileLock,
-    Patience,
     Place,
     Postmaster,
-    StillRecoveringError,
     default_settings,
     disk_full,
     ensure_running,
@@ -33,6 +28,7 @@ from perdure.postgres.postmaster import (
     shut_down,
     start_lock,
 )
+from perdure.postgres.waiting import POLL_S, EmbeddedPostgresError, FileLock, Patience, StillRecoveringError
 
 __all__ = [
     "DATABASE",
@@ -158,7 +154,7 @@ async def start_embedded(
     chosen = {**default_settings(), **(settings or {})}
 
     def begin(patience: Patience) -> EmbeddedPostgres:
-        place = open_place(data)
+        place = open_place(data, patience)
         holder = place.lock("pg.holders.lock")
         try:
             with start_lock(place, patience):

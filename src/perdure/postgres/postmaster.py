@@ -15,17 +15,14 @@ complete), or a PostgreSQL that goes on running (the next start attaches to it).
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import importlib.util
 import os
-import pwd
 import shutil
 import signal
 import stat
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -34,15 +31,20 @@ from typing import Final
 
 import psutil
 
+from perdure.postgres.system_user import SYSTEM_USER, system_user
+from perdure.postgres.waiting import (
+    AbandonedError,
+    EmbeddedPostgresError,
+    FileLock,
+    Patience,
+    StillRecoveringError,
+)
+
 MAJOR_VERSION: Final = 18
 SUPERUSER: Final = "postgres"
 
-# The system user that runs PostgreSQL when we are root, because PostgreSQL refuses to be root.
-SYSTEM_USER: Final = "pgserver"
-
 # Backends whose postmaster was killed end at their next wait, and the hot connections' statement timeout is 5 s.
 LEFTOVER_PATIENCE_S: Final = 6.0
-POLL_S: Final = 0.01
 # `sun_path` holds 108 bytes with its closing zero.
 SOCKET_PATH_BYTES_MAX: Final = 107
 MEBIBYTE: Final = 1024 * 1024
@@ -53,64 +55,6 @@ LOG_BYTES_MAX: Final = 16 * MEBIBYTE
 _PORT: Final = 5432
 # Runs PostgreSQL as nobody's child, so that it outlives us and is reaped by init; prints its process id.
 _DETACH: Final = '{ exec "$0" "$@" >&2; } & echo "$!"'
-
-
-class EmbeddedPostgresError(Exception):
-    """PostgreSQL can't be used. The message names the data directory and what to do."""
-
-
-class StillRecoveringError(EmbeddedPostgresError):
-    """PostgreSQL is at work on its recovery and was left running; starting again later attaches to it."""
-
-
-class AbandonedError(Exception):
-    """Whoever waited for this start or stop was cancelled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a thread may wait, and whether anybody still wants the result."""
-
-    until: float
-    abandoned: threading.Event
-
-    @classmethod
-    def of(cls, seconds: float) -> "Patience":
-        return cls(time.monotonic() + seconds, threading.Event())
-
-    def pause(self) -> bool:
-        """Wait a moment. False once the deadline has passed."""
-        if self.abandoned.wait(POLL_S):
-            raise AbandonedError
-        return time.monotonic() < self.until
-
-
-class FileLock:
-    """One `flock` on one open file. Never blocks."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-
-    def try_exclusive(self) -> bool:
-        """Take it alone. On false, a shared lock held before is gone."""
-        return self._try(fcntl.LOCK_EX)
-
-    def try_shared(self) -> bool:
-        """Take it with others."""
-        return self._try(fcntl.LOCK_SH)
-
-    def _try(self, operation: int) -> bool:
-        try:
-            fcntl.flock(self.fd, operation | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def close(self) -> None:
-        """Let go. Idempotent."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +173,7 @@ def start_lock(place: Place, patience: Patience) -> Generator[None]:
         lock.close()
 
 
-def open_place(data: Path) -> Place:
+def open_place(data: Path, patience: Patience) -> Place:
     """Make the data directory if needed, and decide as whom PostgreSQL runs in it."""
     data = data.expanduser().resolve()
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -256,7 +200,7 @@ def open_place(data: Path) -> Place:
             )
         place = Place(data, (owner.st_uid, owner.st_gid))
     else:
-        place = Place(data, _system_user())
+        place = Place(data, system_user(patience))
     _let_pass(place, pgdata)
     _let_use_programs(place)
     return place
@@ -269,24 +213,6 @@ def _check_version(pgdata: Path) -> None:
             f"{str(pgdata)!r} was made by PostgreSQL {version}, and this Perdure brings {MAJOR_VERSION}: export with "
             "the Perdure that made it and import into a new directory, or run your own PostgreSQL with --database-url"
         )
-
-
-def _system_user() -> tuple[int, int]:
-    """As root: user and group of `pgserver`, created when missing, else of `postgres`."""
-    command = ["useradd", "--system", "--user-group", "--no-create-home", "--shell", "/usr/sbin/nologin", SYSTEM_USER]
-    for attempt in (SYSTEM_USER, None, SYSTEM_USER, "postgres"):
-        if attempt is None:
-            # Another process may be doing the same: only the result counts.
-            with contextlib.suppress(FileNotFoundError):
-                subprocess.run(command, check=False, capture_output=True)
-            continue
-        with contextlib.suppress(KeyError):
-            entry = pwd.getpwnam(attempt)
-            return entry.pw_uid, entry.pw_gid
-    raise EmbeddedPostgresError(
-        f"PostgreSQL refuses to run as root, and system user {SYSTEM_USER!r} could not be created: create it, "
-        "or run as a normal user"
-    )
 
 
 def _let_pass(place: Place, path: Path) -> None:
