@@ -336,13 +336,13 @@ class _Parts:
     async def _look_for_dead(self) -> None:
         """Before each sweep: threads whose worker is gone get a wakeup."""
         for session_id, thread_id in await self.workers.reap():
-            self.log.warning("turn_orphaned", session=str(session_id))
+            self.log.warning("turn_orphaned", session=ids.token(session_id))
             crashpoint.point("before_wake")
             try:
                 await self.ledger.wake(Wake(session_id=session_id, thread_id=thread_id))
             except InvariantViolation as error:
                 # One thread's trouble is not the next one's.
-                self.log.error("wake_failed", session=str(session_id), error=str(error))
+                self.log.error("wake_failed", session=ids.token(session_id), error=str(error))
 
     async def _supervised(self, name: str, period_s: float, work: Callable[[], Awaitable[None]]) -> None:
         """Do something again and again; an outage is waited out, a bug is told and survived."""
@@ -388,7 +388,9 @@ class _Parts:
                 try:
                     await self._remove(session_id)
                 except Exception as error:  # noqa: BLE001  one session's trouble is not the next one's; it stays behind the fence
-                    self.log.error("removal_failed", session=str(session_id), error=f"{type(error).__name__}: {error}")
+                    self.log.error(
+                        "removal_failed", session=ids.token(session_id), error=f"{type(error).__name__}: {error}"
+                    )
 
         await self._supervised("reaper", 0.0, reap)
 

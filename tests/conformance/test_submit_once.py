@@ -4,12 +4,13 @@ import asyncio
 from typing import Any
 
 import anthropic
+import httpx2
 import pytest
 from tests.conformance.test_tools import CUSTOM, CUSTOM_USE
 
 from perdure.testing.model_server import Call, Reply, Text
 from perdure.testing.proxy import Proxy
-from perdure.testing.serving import Served, message, result
+from perdure.testing.serving import READ_S, Served, message, result
 from perdure.testing.trail import only, trail_of
 
 
@@ -51,6 +52,26 @@ async def test_a_session_whose_answer_was_lost_is_made_once(served: Served) -> N
         deleted = await client.beta.sessions.delete(created.id)
         assert deleted.type == "session_deleted"
         await client.close()
+
+
+@pytest.mark.rule("MA-E1.1")
+async def test_two_clients_that_lost_the_answers_to_equal_creations_get_a_session_each(served: Served) -> None:
+    body = {"agent": served.agent_id, "environment_id": served.environment_id, "title": "equal"}
+
+    async def create(retry_count: int) -> str:
+        """On a connection of its own, which nobody uses again."""
+        headers = served.signed() | {"x-stainless-retry-count": str(retry_count)}
+        async with httpx2.AsyncClient(base_url=served.url, timeout=READ_S) as http:
+            answer = await http.post("/v1/sessions", json=body, headers=headers)
+        assert answer.status_code == 200
+        return str(answer.json()["id"])
+
+    first, second = await create(0), await create(0)
+    assert first != second
+    retried = [await create(1), await create(1), await create(1)]
+    assert retried[0] == second, "the record names the last session made"
+    assert len({first, *retried}) == 4, "no session has two owners"
+    assert await create(2) == retried[2]
 
 
 @pytest.mark.rule("MA-E1.1", "MA-C7.4")

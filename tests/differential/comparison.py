@@ -14,8 +14,9 @@ from tests.differential.postgres_side import (
 
 from perdure.domain.ids import primary_thread
 from perdure.ports.ledger import EventQuery, Ledger
-from perdure.testing.histories import Failed, Move, Play, Shape, shrink, step_seeds
+from perdure.testing.histories import Failed, Move, Play, Shape, step_seeds
 from perdure.testing.oracle import START
+from perdure.testing.shrinking import shrink
 
 # Mostly others that commit in between, commits in doubt, and batches.
 ROUGH = Shape(fault_chance=0.25, miss_chance=0.25, batch_chance=0.5)

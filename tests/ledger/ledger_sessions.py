@@ -8,7 +8,7 @@ from perdure.domain import ids
 from perdure.domain.event import encode
 from perdure.domain.session import SessionConfig
 from perdure.domain.submission import SubmissionKey
-from perdure.ports.ledger import Advance, Arrival, CreateSession, Perform
+from perdure.ports.ledger import Advance, Arrival, Created, CreateSession, Perform
 from perdure.postgres.ledger import PostgresLedger
 from perdure.postgres.pool import ReadPool
 
@@ -30,10 +30,10 @@ async def open_ledger(url: str) -> AsyncGenerator[PostgresLedger]:
 
 
 async def make_session(ledger: PostgresLedger, *, messages: int = 1, submission: SubmissionKey | None = None) -> UUID:
-    """A session with waiting messages."""
+    """A session with waiting messages; the first one's, when `submission` says that it is a repeat."""
     session_id = uuid4()
     body = encode({"content": [{"type": "text", "text": "hello"}]})
-    await ledger.create(
+    created = await ledger.create(
         CreateSession(
             session_id=session_id,
             workspace_id=WORKSPACE,
@@ -47,7 +47,8 @@ async def make_session(ledger: PostgresLedger, *, messages: int = 1, submission:
             submission=submission,
         )
     )
-    return session_id
+    assert isinstance(created, Created)
+    return created.session_id
 
 
 async def claim(ledger: PostgresLedger, session_id: UUID, worker_id: UUID) -> Perform:

@@ -407,6 +407,28 @@ async def test_creation_at_another_process_while_the_first_is_being_written(
         assert await pool.fetchval("select count(*) from submission") == 1
 
 
+async def test_retries_of_equal_creations_at_several_processes_get_a_session_each(
+    database_url: str, pool: ReadPool
+) -> None:
+    """The record names the last session made: one retry takes it, and every other one makes its own."""
+    key = SubmissionKey(digest=b"c" * 32, body_digest=b"b" * 32, explicit=False, attempt=0, process=UUID(int=9))
+    async with open_ledger(database_url) as ledger, open_ledger(database_url) as other:
+        await make_session(ledger, submission=key)
+        lost = await make_session(ledger, submission=key)
+        places = (ledger, other, ledger, other)
+        got = await asyncio.gather(
+            *(make_session(place, submission=msgspec.structs.replace(key, attempt=1)) for place in places)
+        )
+        assert lost in got
+        assert len(set(got)) == len(places)
+        assert await pool.fetchval("select count(*) from session") == 2 + len(places) - 1
+        record = await pool.fetchrow("select session_id, attempt from submission")
+        assert record["session_id"] in got
+        assert record["attempt"] == 1
+        third = await make_session(other, submission=msgspec.structs.replace(key, attempt=2))
+        assert third == record["session_id"], "its first retry was not answered either"
+
+
 async def test_frozen_backend_holds_up_its_own_sessions_alone(
     database_url: str, pool: ReadPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -399,5 +399,6 @@ async def test_retry_of_a_creation_brings_no_deleted_session_back(pool: ReadPool
     assert await delete_rows(pool, first) is True
     # It is answered as the first time, with the session that is gone by now.
     again = await make_session(ledger, submission=a_key(digest, attempt=1))
-    assert await session_row(pool, again) is None
+    assert again == first
     assert (await session_row(pool, first))["state"] == "deleted"
+    assert await pool.fetchval("select count(*) from session") == 1

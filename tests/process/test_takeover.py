@@ -48,6 +48,8 @@ async def test_frozen_worker_that_wakes_up_after_a_takeover_writes_nothing(world
     await world.recovered("frozen worker", held, time.monotonic())
     assert await world.at_rest(tool) == "end_turn"
     assert await world.at_rest(talk) == "end_turn"
+    orphaned = [line for line in second.errors().splitlines() if "turn_orphaned" in line]
+    assert all(any(world.token_of(s) in line for line in orphaned) for s in (talk, tool)), "by the id that clients know"
     before = [await world.listed(s) for s in (talk, tool)]
     first.send(signal.SIGCONT)
     gate.open()

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from perdure.testing.histories import STEP_BITS, Failed, Shape, hunt, play_all, shortest, step_seeds
+from perdure.testing.histories import STEP_BITS, Failed, Shape, play_all, step_seeds
+from perdure.testing.shrinking import hunt, shortest
 from perdure.testing.step_outcomes import Mix
 
 LONG = bool(os.environ.get("PERDURE_LONG"))

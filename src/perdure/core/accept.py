@@ -33,7 +33,8 @@ def accept(draft: Draft, command: Accept) -> Accepted | Refused:
         case Refused() as refused:
             return refused
         case Repeat(record):
-            return _repeat(draft, key, record)
+            count_retry(draft, key, record)
+            return Accepted(events=(), repeat=True, span=(record.first_seq, record.last_seq))
         case _:
             pass
     refused = refuse_input(draft.session.state)
@@ -55,12 +56,11 @@ def _primary(draft: Draft) -> UUID:
     return next(t.id for t in draft.threads.values() if t.parent_id is None)
 
 
-def _repeat(draft: Draft, key: SubmissionKey | None, record: Submission) -> Accepted:
-    """Count the retry, so that no other one takes the same answer; the ledger reads the first one's events back."""
+def count_retry(draft: Draft, key: SubmissionKey | None, record: Submission) -> None:
+    """Note the repeat in the record that it found, so that no other retry takes the same answer."""
     assert key is not None
     if key.attempt > record.attempt:
         draft.put(msgspec.structs.replace(record, attempt=key.attempt, process=key.process, written_at=None))
-    return Accepted(events=(), repeat=True, span=(record.first_seq, record.last_seq))
 
 
 def record_submission(draft: Draft, key: SubmissionKey, events: tuple[Event, ...]) -> None:

@@ -75,8 +75,10 @@ def _delay_ms(draft: Draft, wakeup: Wakeup) -> int:
     return max(0, (wakeup.due_at - draft.now) // timedelta(milliseconds=1))
 
 
-def committed(draft: Draft) -> Committed:
-    """What the live plane is told once the draft is written."""
+def committed(draft: Draft) -> Committed | None:
+    """What the live plane is told once the draft is written. None when nothing of a session was: a repeat was counted."""
+    if draft.session_row is None:
+        return None
     return Committed(
         session_id=draft.session.id,
         events=tuple(draft.events),

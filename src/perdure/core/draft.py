@@ -28,6 +28,7 @@ class Draft:
     """Mutable only here: the deciders see frozen rows, the ledger sees `changes()`."""
 
     def __init__(self, facts: Facts) -> None:
+        self.session_id = facts.session_id
         self.session_row = facts.session
         self.expected_rev = None if facts.session is None else facts.session.rev
         seen = facts.now if facts.session is None else max(facts.now, facts.session.seen_at)
@@ -67,9 +68,10 @@ class Draft:
         return bool(self._dirty or self.events or self.transcript or self._slept)
 
     def changes(self) -> Changes:
-        """What to write, the session's row included."""
-        session = _replace(self.session, rev=self.session.rev + 1, seen_at=self.now)
-        rows: dict[type[Row], list[Row]] = {Session: [session]}
+        """What to write; the session's row included, when there is one."""
+        rows: dict[type[Row], list[Row]] = {}
+        if self.session_row is not None:
+            rows[Session] = [_replace(self.session_row, rev=self.session_row.rev + 1, seen_at=self.now)]
         for (kind, _), row in self._dirty.items():
             if kind is not Session:
                 rows.setdefault(kind, []).append(row)
@@ -78,7 +80,7 @@ class Draft:
         if self.transcript:
             rows[TranscriptEntry] = list(self.transcript)
         return Changes(
-            session_id=session.id,
+            session_id=self.session_id,
             expected_rev=self.expected_rev,
             rows=rows,
             stamps=self._merged_stamps(),

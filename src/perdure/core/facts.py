@@ -46,6 +46,8 @@ Row: TypeAlias = (
 class Facts(msgspec.Struct, kw_only=True):
     """One session in one snapshot, bounded: counts and heads, never bodies or history."""
 
+    session_id: UUID
+    """Whom they are about, whether it is there or not."""
     now: datetime
     session: Session | None
     config: SessionConfig | None = None
@@ -90,13 +92,13 @@ class Changes(msgspec.Struct, kw_only=True):
 
     session_id: UUID
     expected_rev: int | None
-    """None makes the session."""
+    """None makes the session, or counts the repeat of the request that made one: then there is no row of a session."""
     rows: dict[type[Row], list[Row]]
     stamps: list[Stamp]
     slept: list[UUID]
     """Threads whose wakeup is consumed."""
     found: tuple[Submission, ...] = ()
-    """The records of earlier requests that the making of a session was decided by: no other one may be replaced."""
+    """The records of earlier requests that a creation was decided by, as they were then: no other ones may be replaced."""
 
     def of(self, kind: type[Row]) -> list[Row]:
         """The rows of one table."""

@@ -5,7 +5,7 @@ from uuid import UUID
 
 import msgspec
 
-from perdure.core.accept import admit, check, record_submission
+from perdure.core.accept import admit, check, count_retry, record_submission
 from perdure.core.draft import Draft
 from perdure.core.settle import drop_waiting, end_turn, park_phase, set_phase, settle_input
 from perdure.domain import ids
@@ -34,13 +34,15 @@ def create(draft: Draft, command: CreateSession) -> Created | Refused:
     """A session, its primary thread and its first inputs.
 
     Like an admission, a repeat is recognised before anything that may have changed since is looked at: an agent that was archived in
-    the meantime, or a model that is no longer there, refuses new sessions only.
+    the meantime, or a model that is no longer there, refuses new sessions only. And it is counted: of two clients that lost the answers
+    to equal creations, one gets the session that the record names, and the other a new one.
     """
     key = command.submission
     match decide_submission(key, draft.submissions.get(key.digest) if key else None, draft.now):
         case Refused() as refused:
             return refused
         case Repeat(record):
+            count_retry(draft, key, record)
             return Created(session_id=record.session_id, repeat=True)
         case _:
             pass

@@ -85,8 +85,9 @@ def decide_submission(key: SubmissionKey | None, record: Submission | None, now:
     """Whether a request was admitted before.
 
     MA-E1.4: an explicit key always decides: with the same body it is a repeat, with another one a misuse. MA-E1.1: without a key an
-    SDK's own retry is a repeat: it counts its tries, and its first response was not written, or so lately, on a connection left alone
-    since, that the client may have missed it. MA-E1.2: a request that is not such a retry is new, however equal.
+    SDK's own retry is a repeat: it counts its tries, no other retry of that count took the answer, and its first response was not
+    written, or so lately, on a connection left alone since, that the client may have missed it. MA-E1.2: a request that is not such
+    a retry is new, however equal.
     """
     if key is None or record is None:
         return New()

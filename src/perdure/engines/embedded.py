@@ -358,10 +358,10 @@ class EmbeddedEngine:
             raise
         except Unavailable:
             # Only while we drain: the turn is taken over from us like one of the dead.
-            self._log.warning("turn_left", session=str(key[0]))
+            self._log.warning("turn_left", session=ids.token(key[0]))
         except Exception as error:  # noqa: BLE001
             telemetry.invariant_violations.inc()
-            self._log.error("runner_failed", session=str(key[0]), error=f"{type(error).__name__}: {error}")
+            self._log.error("runner_failed", session=ids.token(key[0]), error=f"{type(error).__name__}: {error}")
             self._kick_in(*key, delay_ms=int(CRASH_PAUSE_S * 1000))
         finally:
             del self._runners[key]
@@ -458,7 +458,7 @@ class EmbeddedEngine:
             w for w in held if (w.session_id, w.thread_id) not in self._runners and w.session_id not in self._offered
         }
         for work in alone & self._unattended:
-            self._log.warning("turn_unattended", session=str(work.session_id))
+            self._log.warning("turn_unattended", session=ids.token(work.session_id))
             self.kick(work.session_id, work.thread_id)
         self._unattended = alone
 

@@ -90,6 +90,7 @@ def from_record(record: Any) -> tuple[UUID, Facts]:
     """One row of the answer."""
     actions = read_rows(Action, record["actions"]) + read_rows(Action, record["closed_actions"])
     facts = Facts(
+        session_id=record["id"],
         now=record["now"],
         session=None if record["session"] is None else read_row(Session, record["session"]),
         config=None if record["config"] is None else read_row(SessionConfig, record["config"]),
@@ -104,4 +105,4 @@ def from_record(record: Any) -> tuple[UUID, Facts]:
         submissions=read_rows(Submission, record["submissions"]),
         dead_workers=frozenset(record["dead_workers"] or ()),
     )
-    return record["id"], facts
+    return facts.session_id, facts

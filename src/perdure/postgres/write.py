@@ -39,20 +39,25 @@ moved as (
       from {rows} join mine on mine.id = n.id
      where s.id = n.id returning s.id)"""
 
-# A key that another creation took first keeps its session; ours is not made, and its command reads the facts again.
+# A key that another creation or retry took first keeps its record; ours is not made, and its command reads the facts again. The repeat
+# of a creation makes no session: it is written when its record is.
 GUARD_CREATE: Final = """
 keys as (
     insert into submission ({sub_columns}) select {sub_values} from {sub_rows} where exists (select from me)
     on conflict (digest) do update set ({sub_columns}) = row(excluded.*)
-     where submission.created_at = (
-        select f.created_at from unnest({found}::bytea[], {found_at}::timestamptz[]) as f (digest, created_at)
+     where (submission.created_at, submission.attempt) = (
+        select f.created_at, f.attempt
+          from unnest({found}::bytea[], {found_at}::timestamptz[], {found_attempt}::bigint[]) as f (digest, created_at, attempt)
          where f.digest = submission.digest)
-    returning session_id),
+    returning digest, session_id),
+counted as (
+    select c.id from unnest({repeats}::uuid[], {repeated}::bytea[]) as c (id, digest) join keys on keys.digest = c.digest),
 moved as (
     insert into session ({columns}) select {values} from {rows}
      where exists (select from me)
        and (n.id not in (select u.id from unnest({keyed}::uuid[]) as u (id)) or n.id in (select session_id from keys))
-    returning id)"""
+    returning id),
+written as (select id from moved union all select id from counted)"""
 
 
 GIVE_UP_SQL: Final = """
@@ -83,6 +88,7 @@ def statement(tables: tuple[str, ...], *, stamps: bool, slept: bool, create: boo
     """The text for a batch that touches these child tables. The first three parameters are the writer, its batch number
     and the sessions."""
     p = _Parameters()
+    written = "written" if create else "moved"
     writer, batch, ids = p.one(), p.one(), p.one()
     parts = [MY_TURN.format(writer=writer, batch=batch), _guard(p, ids, create=create, locked=locked)]
     touched = [t for t in CHILDREN if t.name in tables and not (create and t.kind is Submission)]
@@ -101,9 +107,9 @@ def statement(tables: tuple[str, ...], *, stamps: bool, slept: bool, create: boo
         )
     parts.append(
         f"turn_of_batch as (update writer w set batch_no = {batch}::bigint, missed = array("
-        f"select m.id from unnest({ids}::uuid[]) as m (id) where m.id not in (select id from moved)) from me where w.id = me.id)"
+        f"select m.id from unnest({ids}::uuid[]) as m (id) where m.id not in (select id from {written})) from me where w.id = me.id)"
     )
-    return "-- write_batch\nwith " + ",\n".join(parts) + "\nselect id from moved"
+    return "-- write_batch\nwith " + ",\n".join(parts) + f"\nselect id from {written}"
 
 
 def _guard(p: _Parameters, ids: str, *, create: bool, locked: bool) -> str:
@@ -122,6 +128,9 @@ def _guard(p: _Parameters, ids: str, *, create: bool, locked: bool) -> str:
             keyed=p.one(),
             found=p.one(),
             found_at=p.one(),
+            found_attempt=p.one(),
+            repeats=p.one(),
+            repeated=p.one(),
         )
     form = GUARD_LOCKED if locked else GUARD_UPDATE
     revs = p.one()
@@ -148,7 +157,7 @@ def compose(
     for changes in batch:
         for kind, rows in changes.rows.items():
             by_table.setdefault(kind, []).extend(rows)
-    sessions = by_table.pop(Session)
+    sessions = by_table.pop(Session, [])
     submissions = by_table.get(Submission, [])
     stamps = [s for c in batch for s in c.stamps]
     slept = [(c.session_id, t) for c in batch for t in c.slept]
@@ -160,7 +169,9 @@ def compose(
         parameters.append(SESSION.tuples(sessions))
         found = [s for c in batch for s in c.found]
         parameters.append([s.session_id for s in submissions if isinstance(s, Submission)])
-        parameters += [[s.digest for s in found], [s.created_at for s in found]]
+        parameters += [[s.digest for s in found], [s.created_at for s in found], [s.attempt for s in found]]
+        repeats = [(c.session_id, s) for c in batch if not c.of(Session) for s in c.of(Submission)]
+        parameters += [[i for i, _ in repeats], [s.digest for _, s in repeats if isinstance(s, Submission)]]
     else:
         parameters.append([c.expected_rev for c in batch])
         parameters.append(SESSION.tuples(sessions))

@@ -360,7 +360,9 @@ class Writer:
                 pending.future.set_result(result)
         self._queue.extendleft(reversed(again))
         for session_id in written:
-            self._on_commit(committed(drafts[session_id]))
+            told = committed(drafts[session_id])
+            if told is not None:
+                self._on_commit(told)
 
     # ------------------------------------------------------------------------------------------------------- connection
 

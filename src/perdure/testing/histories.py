@@ -1,14 +1,14 @@
 """Random histories of ledger commands, and the play that applies and checks them.
 
 A history is a list of integers: each one seeds the choice of the next move, given what the oracle holds by then. So a history without
-some of its integers is a history again, which is what makes failures shrink.
+some of its integers is a history again, which is what makes failures shrink (`testing.shrinking`).
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from random import Random
-from typing import Any, Final, Literal
+from typing import Final, Literal
 from uuid import UUID
 
 import msgspec
@@ -44,6 +44,9 @@ from perdure.testing.invariants import check_sessions
 from perdure.testing.oracle import OracleLedger
 from perdure.testing.step_outcomes import Mix, random_outcome, random_stop
 from perdure.testing.witness import Witness
+
+KEYED_REPEAT_CHANCE: Final = 0.6
+"""How often a repeat is that of a request which the ledger has a record of: few are, and they have rules of their own."""
 
 STEP_BITS: Final = 32
 _salts: Final[Iterator[int]] = count(1)
@@ -382,7 +385,8 @@ class History:
         """The same command again, as a client or worker does who missed the answer."""
         if not self._recent:
             return None
-        command = rng.choice(self._recent)
+        keyed = [c for c in self._recent if isinstance(c, (Accept, CreateSession)) and c.submission is not None]
+        command = rng.choice(keyed if keyed and rng.random() < KEYED_REPEAT_CHANCE else self._recent)
         if isinstance(command, CreateSession) and command.submission is None:
             return None
         if isinstance(command, Advance) and command.lease is None and not self._lives(command.worker_id):
@@ -547,53 +551,3 @@ def play_all(seeds: Sequence[int], shape: Shape | None = None) -> Play:
     for seed in seeds:
         play.play(play.choose(seed))
     return play
-
-
-def shrink(seeds: Sequence[int]) -> Generator[list[int], bool, list[int]]:
-    """Propose shorter histories and be told which still fail; returns the shortest found.
-
-    Halves, quarters and so on are left out as long as that keeps the failure.
-    """
-    kept = list(seeds)
-    width = max(1, len(kept) // 2)
-    while True:
-        start = 0
-        while start < len(kept):
-            fewer = kept[:start] + kept[start + width :]
-            if (yield fewer):
-                kept = fewer
-            else:
-                start += width
-        if width == 1:
-            return kept
-        width = max(1, width // 2)
-
-
-def shortest(seeds: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> list[int]:
-    """The shortest failing form of a history that `shrink` finds."""
-    search = shrink(seeds)
-    try:
-        fewer = next(search)
-        while True:
-            fewer = search.send(fails(fewer))
-    except StopIteration as done:
-        return done.value
-
-
-def fails_on_oracle(seeds: Sequence[int]) -> bool:
-    """Whether a history breaks a rule, or the code under it, on the oracle alone."""
-    try:
-        play_all(seeds)
-    except Exception:  # noqa: BLE001  whatever it is, it is what the shrinking looks for
-        return True
-    return False
-
-
-def hunt(seed: int, length: int, shape: Shape | None = None) -> Any:
-    """Play one history; when it fails, say the shortest form of it that does."""
-    seeds = step_seeds(seed, length)
-    try:
-        return play_all(seeds, shape)
-    except Exception as error:
-        short = shortest(seeds, fails_on_oracle)
-        raise Failed(f"history {seed} of {length} fails; play_all({short}) shows it: {error}") from error

@@ -213,6 +213,10 @@ def _always_new(*_: Any) -> New:
     return New()
 
 
+def _uncounted_retry(*_: Any) -> None:
+    pass
+
+
 # ---------------------------------------------------------------------------------------------------------------- charges
 
 
@@ -331,6 +335,18 @@ MUTANTS: Final = (
     Mutant("answer_taken_twice", "an answer needs an open action", ((accept, "refuse_answer", _answer_again),)),
     Mutant(
         "repeated_request_admitted_again", "one key is admitted once", ((accept, "decide_submission", _always_new),)
+    ),
+    Mutant(
+        "one_answer_for_two_retries_of_a_send",
+        "an answer is given to one retry",
+        ((accept, "count_retry", _uncounted_retry),),
+        budget=240,
+    ),
+    Mutant(
+        "one_session_for_two_retries_of_a_creation",
+        "an answer is given to one retry",
+        ((lifecycle, "count_retry", _uncounted_retry),),
+        budget=240,
     ),
     Mutant(
         "charge_never_given_back",

@@ -107,7 +107,9 @@ class OracleLedger:
         draft, result = decide(Draft(facts), command)
         if draft.changed():
             self.write(draft.changes())
-            self.on_commit(committed(draft))
+            told = committed(draft)
+            if told is not None:
+                self.on_commit(told)
         if isinstance(result, Accepted) and result.repeat:
             return msgspec.structs.replace(result, events=self._span(command.session_id, result.span))
         return result
@@ -119,6 +121,7 @@ class OracleLedger:
         waiting = sorted((i for i in self.rows(Input, session_id) if i.state == "waiting"), key=lambda i: i.seq)
         digests = set(needs.digests)
         return Facts(
+            session_id=session_id,
             now=self.clock.now,
             session=session if isinstance(session, Session) else None,
             config=self.config(session_id) if needs.config else None,

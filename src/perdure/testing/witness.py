@@ -43,6 +43,7 @@ class Witness:
         self._starts: dict[UUID, str] = {}
         self._tools: dict[tuple[UUID, int, int], UUID] = {}
         self._explicit: dict[bytes, tuple[UUID, ...]] = {}
+        self._retries: dict[tuple[UUID, ...], int] = {}
         self._answers: dict[UUID, Result] = {}
         self._replayed = False
         self._admissions = 0
@@ -139,8 +140,13 @@ class Witness:
         if isinstance(command, Accept) and isinstance(result, Accepted) and len(events) != len(command.arrivals):
             self._blame(command, result, "every event of a request is acknowledged")
         key = command.submission
-        if key is None or not key.explicit or isinstance(result, Refused):
+        if key is None or not isinstance(result, (Accepted, Created)):
             return
         made = (result.session_id,) if isinstance(result, Created) else tuple(e.id for e in events)
-        if self._explicit.setdefault(key.digest, made) != made:
-            self._blame(command, result, "one key is admitted once")
+        if key.explicit:
+            if self._explicit.setdefault(key.digest, made) != made:
+                self._blame(command, result, "one key is admitted once")
+        elif result.repeat:
+            if self._retries.get(made, 0) >= key.attempt:
+                self._blame(command, result, "an answer is given to one retry of each count")
+            self._retries[made] = key.attempt
