@@ -34,8 +34,8 @@ def create(draft: Draft, command: CreateSession) -> Created | Refused:
     """A session, its primary thread and its first inputs.
 
     Like an admission, a repeat is recognised before anything that may have changed since is looked at: an agent that was archived in
-    the meantime, or a model that is no longer there, refuses new sessions only. And it is counted: of two clients that lost the answers
-    to equal creations, one gets the session that the record names, and the other a new one.
+    the meantime, or a model that is no longer there, refuses new sessions only. And it is counted: one retry of each count
+    gets the session that the record names.
     """
     key = command.submission
     match decide_submission(key, draft.submissions.get(key.digest) if key else None, draft.now):

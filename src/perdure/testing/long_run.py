@@ -38,8 +38,9 @@ the public lists and streams make of them, the files that tools wrote, and what 
 
 ## When killed turns went on
 
-Seconds from `/readyz` of the process that took over (from the kill, where another process was there) until each turn that the kill had
-interrupted ran again under a new attempt, or had ended. The slowest turn of each kill counts. A kill that interrupted no turn has none.
+Seconds from `/readyz` of the process that took over (where another process was there already: from the kill, or from when the owner
+counted as dead) until each turn that the kill had interrupted ran again under a new attempt, or had ended. The
+slowest turn of each kill counts. A kill that interrupted no turn has none.
 """
 
 
