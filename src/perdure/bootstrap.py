@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -194,7 +195,7 @@ class _Parts:
             settings.data.resolve() / "workspaces", unsafe_no_sandbox=settings.unsafe_no_sandbox
         )
         self.workers = Workers(url, self.pool, on_lost=self._seat_lost)
-        self.submissions = Submissions(self.process)
+        self.submissions = Submissions()
         self.engine: EmbeddedEngine | None = None
         self.tasks: list[asyncio.Task[None]] = []
         self.reap = asyncio.Event()
@@ -363,14 +364,7 @@ class _Parts:
 
     async def _note_written(self) -> None:
         async def note() -> None:
-            notes = self.submissions.take_notes()
-            if not notes:
-                return
-            try:
-                await housekeeping.mark_written(self.pool, notes)
-            except Unavailable:
-                self.submissions.give_back_notes(notes)
-                raise
+            await self.submissions.tell(functools.partial(housekeeping.mark_written, self.pool))
 
         await self._supervised("written", WRITTEN_S, note)
 

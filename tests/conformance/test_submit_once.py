@@ -2,12 +2,15 @@
 
 import asyncio
 from typing import Any
+from uuid import UUID
 
 import anthropic
 import httpx2
 import pytest
 from tests.conformance.test_tools import CUSTOM, CUSTOM_USE
 
+from perdure.domain.errors import Unavailable
+from perdure.postgres.ledger import PostgresLedger
 from perdure.testing.model_server import Call, Reply, Text
 from perdure.testing.proxy import Proxy
 from perdure.testing.serving import READ_S, Served, message, result
@@ -72,6 +75,32 @@ async def test_two_clients_that_lost_the_answers_to_equal_creations_get_a_sessio
     assert retried[0] == second, "the record names the last session made"
     assert len({first, *retried}) == 4, "no session has two owners"
     assert await create(2) == retried[2]
+
+
+@pytest.mark.rule("MA-E1.1", "MA-E1.7")
+async def test_a_creation_that_was_made_and_answered_503_is_not_made_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An equal one was made and answered before: what is known of that answer says nothing of this one's."""
+    agent = await served.client.beta.agents.create(name="made and not shown", model=served.script().model)
+
+    async def create() -> str:
+        made = await served.client.beta.sessions.create(agent=agent.id, environment_id=served.environment_id)
+        return str(made.id)
+
+    first = await create()
+    read_session, failures = PostgresLedger.read_session, [Unavailable()]
+
+    async def fail_once(self: PostgresLedger, workspace_id: UUID, session_id: UUID) -> Any:
+        if failures:
+            raise failures.pop()
+        return await read_session(self, workspace_id, session_id)
+
+    monkeypatch.setattr(PostgresLedger, "read_session", fail_once)
+    second = await create()
+    assert failures == [], "it was refused once after its commit, and the SDK came again"
+    listed = [s.id async for s in served.client.beta.sessions.list(agent_id=agent.id)]
+    assert sorted(listed) == sorted({first, second}) and len(listed) == 2
 
 
 @pytest.mark.rule("MA-E1.1", "MA-C7.4")

@@ -77,7 +77,7 @@ def message(text: str) -> Arrival:
 def accept(session_id: UUID, text: str, *, key: bytes | None = None) -> Accept:
     submission = None
     if key is not None:
-        submission = SubmissionKey(digest=key, body_digest=b"same", explicit=True, attempt=0, process=UUID(int=9))
+        submission = SubmissionKey(digest=key, body_digest=b"same", explicit=True, attempt=0, request_id=UUID(int=9))
     return Accept(session_id=session_id, workspace_id=WORKSPACE, arrivals=(message(text),), submission=submission)
 
 
@@ -397,7 +397,7 @@ async def test_creation_at_another_process_while_the_first_is_being_written(
 ) -> None:
     """A retry finds the session that the first one makes; an equal request that is meant makes another."""
     await pool.execute(SLOW_CREATIONS)
-    key = SubmissionKey(digest=b"c" * 32, body_digest=b"b" * 32, explicit=False, attempt=0, process=UUID(int=9))
+    key = SubmissionKey(digest=b"c" * 32, body_digest=b"b" * 32, explicit=False, attempt=0, request_id=UUID(int=9))
     async with open_ledger(database_url) as ledger, open_ledger(database_url) as other:
         first = asyncio.ensure_future(make_session(ledger, submission=key))
         await until(lambda: pool.fetchval(WRITING_SQL), DEADLINE_S)
@@ -411,7 +411,7 @@ async def test_retries_of_equal_creations_at_several_processes_get_a_session_eac
     database_url: str, pool: ReadPool
 ) -> None:
     """The record names the last session made: one retry takes it, and every other one makes its own."""
-    key = SubmissionKey(digest=b"c" * 32, body_digest=b"b" * 32, explicit=False, attempt=0, process=UUID(int=9))
+    key = SubmissionKey(digest=b"c" * 32, body_digest=b"b" * 32, explicit=False, attempt=0, request_id=UUID(int=9))
     async with open_ledger(database_url) as ledger, open_ledger(database_url) as other:
         await make_session(ledger, submission=key)
         lost = await make_session(ledger, submission=key)

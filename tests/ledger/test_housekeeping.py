@@ -3,18 +3,17 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
-import msgspec
 import pytest
 from tests.conftest import connected
 from tests.ledger.ledger_sessions import WORKSPACE, claim, make_session, open_ledger
 
 from perdure.domain import ids
 from perdure.domain.event import encode
-from perdure.domain.submission import SubmissionKey, WrittenNote
+from perdure.domain.submission import SubmissionKey, Written, WrittenNote
 from perdure.ports.ledger import (
     Accept,
     Accepted,
@@ -50,7 +49,7 @@ async def ledger(database_url: str) -> AsyncGenerator[PostgresLedger]:
 
 
 def a_key(digest: bytes = b"d" * 32, *, attempt: int = 0) -> SubmissionKey:
-    return SubmissionKey(digest=digest, body_digest=digest, explicit=False, attempt=attempt, process=uuid4())
+    return SubmissionKey(digest=digest, body_digest=digest, explicit=False, attempt=attempt, request_id=uuid4())
 
 
 async def finished_session(ledger: PostgresLedger, *, submission: SubmissionKey | None = None) -> UUID:
@@ -263,7 +262,7 @@ async def test_purge_removes_dead_workers_without_turns(pool: ReadPool, ledger: 
 
 async def test_many_processes_purge_at_once(database_url: str, pool: ReadPool) -> None:
     await pool.execute(
-        """insert into submission (digest, session_id, body_digest, explicit, attempt, first_seq, last_seq, process,
+        """insert into submission (digest, session_id, body_digest, explicit, attempt, first_seq, last_seq, request_id,
                                    connection_reused, created_at)
            select int8send(n), gen_random_uuid(), '', false, 0, 1, 1, gen_random_uuid(), false,
                   clock_timestamp() - interval '2 days'
@@ -286,27 +285,30 @@ async def read_note(pool: ReadPool, digest: bytes) -> tuple[datetime | None, boo
     return row["written_at"], row["connection_reused"]
 
 
-async def test_latest_note_of_a_written_response_stays_and_moves_no_guard(
-    pool: ReadPool, ledger: PostgresLedger
-) -> None:
+def a_note(key: SubmissionKey, *, ago_s: float = 0, reused: bool = False) -> WrittenNote:
+    return WrittenNote(key.digest, Written(key.request_id, timedelta(seconds=ago_s), reused))
+
+
+async def test_note_of_a_written_response_stays_and_moves_no_guard(pool: ReadPool, ledger: PostgresLedger) -> None:
     """A batch in flight, which read the session before, must not miss because of them."""
-    digest, before = b"d" * 32, datetime.now(UTC) - timedelta(seconds=1)
-    session = await make_session(ledger, submission=a_key(digest))
+    key = a_key()
+    session = await make_session(ledger, submission=key)
     rev = (await session_row(pool, session))["rev"]
-    at = datetime.now(UTC)
-    later = at + timedelta(seconds=1)
-    for notes, expected in (
-        ([], (None, False)),
-        ([WrittenNote(b"unknown" * 4, 0, at, True)], (None, False)),
-        ([WrittenNote(digest, 0, before, True)], (None, False)),
-        ([WrittenNote(digest, 0, at, False), WrittenNote(digest, 0, before, True)], (at, False)),
-        ([WrittenNote(digest, 0, at, True), WrittenNote(digest, 0, at, False)], (at, True)),
-        ([WrittenNote(digest, 0, at, False)], (at, True)),
-        ([WrittenNote(digest, 0, later, False), WrittenNote(digest, 0, at, True)], (later, False)),
-        ([WrittenNote(digest, 0, at, True)], (later, False)),
+    for notes, ago_s, reused in (
+        ([], None, False),
+        ([a_note(a_key(b"unknown" * 4))], None, False),
+        ([a_note(a_key(), reused=True)], None, False),
+        ([a_note(key, ago_s=500)], 500, False),
+        ([a_note(key, ago_s=100)], 500, False),
+        ([a_note(key, ago_s=500, reused=True)], 500, True),
+        ([a_note(key, ago_s=500)], 500, True),
     ):
         await mark_written(pool, notes)
-        assert await read_note(pool, digest) == expected
+        age = await pool.fetchval("select clock_timestamp() - written_at from submission where digest = $1", key.digest)
+        assert (age is None) == (ago_s is None)
+        if age is not None:
+            assert ago_s <= age.total_seconds() < ago_s + 60, "by the ledger's own clock"
+        assert (await read_note(pool, key.digest))[1] == reused
         assert (await session_row(pool, session))["rev"] == rev
 
 
@@ -317,9 +319,8 @@ async def test_late_note_of_an_earlier_response_says_nothing_of_a_later_one(
     digest = b"d" * 32
     session = await make_session(ledger)
 
-    async def send(attempt: int) -> Accepted:
+    async def send(key: SubmissionKey) -> Accepted:
         body = encode({"content": [{"type": "text", "text": "same"}]})
-        key = msgspec.structs.replace(a_key(digest), attempt=attempt)
         sent = await ledger.accept(
             Accept(
                 session_id=session,
@@ -331,37 +332,36 @@ async def test_late_note_of_an_earlier_response_says_nothing_of_a_later_one(
         assert isinstance(sent, Accepted)
         return sent
 
-    await send(0)
-    first_at = datetime.now(UTC)
-    await send(0)
-    await mark_written(pool, [WrittenNote(digest, 0, first_at, True)])
+    first, second, retry = a_key(digest), a_key(digest), a_key(digest, attempt=1)
+    await send(first)
+    await send(second)
+    await mark_written(pool, [a_note(first, reused=True)])
     assert await read_note(pool, digest) == (None, False)
-    assert (await send(1)).repeat
-    await mark_written(pool, [WrittenNote(digest, 0, datetime.now(UTC), True)])
+    assert (await send(retry)).repeat
+    await mark_written(pool, [a_note(second, reused=True)])
     assert await read_note(pool, digest) == (None, False)
-    assert (await send(2)).repeat
+    assert (await send(a_key(digest, attempt=2))).repeat
 
 
 async def test_note_waits_for_nobody_who_holds_the_record(
     pool: ReadPool, ledger: PostgresLedger, database_url: str
 ) -> None:
     """Then the record is being written anew: its answer has yet to go out."""
-    held, free = b"h" * 32, b"f" * 32
-    for digest in (held, free):
-        await make_session(ledger, submission=a_key(digest))
-    at = datetime.now(UTC)
+    held, free = a_key(b"h" * 32), a_key(b"f" * 32)
+    for key in (held, free):
+        await make_session(ledger, submission=key)
     async with connected(database_url) as other, other.transaction():
-        await other.execute("select from submission where digest = $1 for update", held)
-        await mark_written(pool, [WrittenNote(held, 0, at, False), WrittenNote(free, 0, at, False)])
-    assert (await read_note(pool, held), await read_note(pool, free)) == ((None, False), (at, False))
+        await other.execute("select from submission where digest = $1 for update", held.digest)
+        await mark_written(pool, [a_note(held), a_note(free)])
+    assert (await read_note(pool, held.digest))[0] is None
+    assert (await read_note(pool, free.digest))[0] is not None
 
 
 async def test_notes_are_taken_from_many_processes_while_the_ledger_writes(
     database_url: str, pool: ReadPool, ledger: PostgresLedger
 ) -> None:
-    digests = [n.to_bytes(32, "big") for n in range(6)]
-    sessions = [await make_session(ledger, submission=a_key(d)) for d in digests]
-    at = datetime.now(UTC)
+    keys = [a_key(n.to_bytes(32, "big")) for n in range(6)]
+    sessions = [await make_session(ledger, submission=key) for key in keys]
     pools = [ReadPool(database_url) for _ in range(3)]
     body = encode({"content": [{"type": "text", "text": "more"}]})
 
@@ -378,16 +378,17 @@ async def test_notes_are_taken_from_many_processes_while_the_ledger_writes(
         assert isinstance(accepted, Accepted)
 
     async def note(own: ReadPool, n: int) -> None:
-        order = digests if n % 2 else digests[::-1]
+        order = keys if n % 2 else keys[::-1]
         for step in range(5):
-            await mark_written(own, [WrittenNote(d, 0, at + timedelta(seconds=step), False) for d in order])
+            await mark_written(own, [a_note(key, reused=step == 4) for key in order])
 
     await asyncio.gather(
         *(note(p, n) for n, p in enumerate(pools)), *(accept(s, n) for s in sessions for n in range(10))
     )
     for p in pools:
         await p.close()
-    assert [await read_note(pool, d) for d in digests] == [(at + timedelta(seconds=4), False)] * 6
+    await mark_written(pool, [a_note(key, reused=True) for key in keys])
+    assert [(await read_note(pool, key.digest))[1] for key in keys] == [True] * 6
     for session in sessions:
         assert len(await ledger.read_inputs(session, limit=100)) == 11
 

@@ -60,7 +60,11 @@ def count_retry(draft: Draft, key: SubmissionKey | None, record: Submission) -> 
     """Note the repeat in the record that it found, so that no other retry takes the same answer."""
     assert key is not None
     if key.attempt > record.attempt:
-        draft.put(msgspec.structs.replace(record, attempt=key.attempt, process=key.process, written_at=None))
+        draft.put(
+            msgspec.structs.replace(
+                record, attempt=key.attempt, request_id=key.request_id, written_at=None, connection_reused=False
+            )
+        )
 
 
 def record_submission(draft: Draft, key: SubmissionKey, events: tuple[Event, ...]) -> None:
@@ -74,7 +78,7 @@ def record_submission(draft: Draft, key: SubmissionKey, events: tuple[Event, ...
             attempt=key.attempt,
             first_seq=events[0].seq if events else 0,
             last_seq=events[-1].seq if events else 0,
-            process=key.process,
+            request_id=key.request_id,
             written_at=None,
             connection_reused=False,
             created_at=draft.now,

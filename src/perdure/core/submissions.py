@@ -5,12 +5,13 @@ connection was used again, is known only here and lost with the process; `domain
 """
 
 import asyncio
+import time
 from collections import OrderedDict
-from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
 from hashlib import sha256
 from typing import Final, TypeAlias
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import msgspec
 
@@ -36,15 +37,15 @@ Connection: TypeAlias = tuple[str, int]
 class Attempt:
     """One request on its way. Made by `enter`; the caller tells it how it went."""
 
-    __slots__ = ("_left", "begun_at", "connection_reused", "digest", "number", "previous", "written_at")
+    __slots__ = ("_left", "begun_s", "connection_reused", "digest", "previous", "request_id", "written_s")
 
-    def __init__(self, digest: bytes, number: int, begun_at: datetime, previous: "Attempt | None") -> None:
+    def __init__(self, digest: bytes, request_id: UUID, begun_s: float, previous: "Attempt | None") -> None:
         self.digest = digest
-        self.number = number
-        """The retry count that it came with."""
-        self.begun_at = begun_at
+        self.request_id = request_id
+        self.begun_s = begun_s
         self.previous = previous
-        self.written_at: datetime | None = None
+        self.written_s: float | None = None
+        """When its response had gone out in full."""
         self.connection_reused = False
         self._left: asyncio.Event | None = asyncio.Event()
 
@@ -64,26 +65,29 @@ class Attempt:
             self._left.set()
             self._left = None
 
+    def known(self, now_s: float) -> Written | None:
+        """What is known of its response; None before it has gone out."""
+        if self.written_s is None:
+            return None
+        return Written(self.request_id, timedelta(seconds=now_s - self.written_s), self.connection_reused)
+
 
 class Submissions:
     """Names requests and remembers their responses."""
 
     def __init__(
         self,
-        process: UUID,
         *,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        now_s: Callable[[], float] = time.monotonic,
         entries_max: int = ENTRIES_MAX,
         in_flight_wait_s: float = IN_FLIGHT_WAIT_S,
     ) -> None:
-        self.process = process
-        self._now = now
+        self._now_s = now_s
         self._entries_max = entries_max
         self._in_flight_wait_s = in_flight_wait_s
         self._latest: OrderedDict[bytes, Attempt] = OrderedDict()
         self._last_on: OrderedDict[Connection, Attempt] = OrderedDict()
         self._written: list[Attempt] = []
-        self._notes: list[WrittenNote] = []
 
     @property
     def remembered_count(self) -> int:
@@ -123,11 +127,11 @@ class Submissions:
             body_digest=body_digest,
             explicit=idempotency_key is not None,
             attempt=_count(retry_count),
-            process=self.process,
+            request_id=uuid4(),
         )
 
     async def enter(self, key: SubmissionKey) -> tuple[Attempt, SubmissionKey]:
-        """Begin a request, after the attempt that it may repeat is decided; with it what is known of the first response.
+        """Begin a request, after the attempt that it may repeat is decided; with it what is known of the response before.
 
         A retry, and any request with an explicit key, waits for an equal one in flight. Equal requests that a client makes on
         purpose go side by side.
@@ -135,16 +139,16 @@ class Submissions:
         repeats = key.explicit or key.attempt > 0
         if repeats:
             await self._wait_for(key.digest)
-        now = self._now()
-        self._forget_old(now)
+        now_s = self._now_s()
+        self._forget_old(now_s)
         previous = self._latest.get(key.digest)
         if previous is not None and not repeats:
             # The client makes the request anew, so it is done with the one before: a later retry is not of that.
             previous.connection_reused = True
-        attempt = Attempt(key.digest, key.attempt, now, previous)
+        attempt = Attempt(key.digest, key.request_id, now_s, previous)
         self._latest[key.digest] = attempt
         self._latest.move_to_end(key.digest)
-        return attempt, msgspec.structs.replace(key, first_response=_first_response(previous))
+        return attempt, msgspec.structs.replace(key, known=previous.known(now_s) if previous is not None else None)
 
     async def _wait_for(self, digest: bytes) -> None:
         try:
@@ -155,7 +159,10 @@ class Submissions:
             pass
 
     def leave(self, attempt: Attempt, *, stored: bool) -> None:
-        """The request is decided. `stored` unless it is certain that nothing of it was; then the one before it counts again."""
+        """The request is decided. Unless it was `stored`, or may have been, the one before it counts again.
+
+        If it was stored after all, the ledger names it, and what is known of the one before is not believed.
+        """
         previous, attempt.previous = attempt.previous, None
         attempt.mark_left()
         if stored:
@@ -174,7 +181,7 @@ class Submissions:
 
     def written(self, attempt: Attempt, connection: Connection | None) -> None:
         """The response of a stored request went out in full."""
-        attempt.written_at = self._now()
+        attempt.written_s = self._now_s()
         self._written.append(attempt)
         if connection is not None:
             self._last_on[connection] = attempt
@@ -182,19 +189,17 @@ class Submissions:
             if len(self._last_on) > self._entries_max:
                 self._last_on.popitem(last=False)
 
-    def take_notes(self) -> list[WrittenNote]:
-        """Responses written since the last call, for the ledger."""
+    async def tell(self, write: Callable[[Sequence[WrittenNote]], Awaitable[None]]) -> None:
+        """Have the ledger told of the responses written since the last call. What `write` raises passes; then they come again."""
         written, self._written = self._written, []
-        notes, self._notes = self._notes, []
-        return notes + [
-            WrittenNote(a.digest, a.number, a.written_at, a.connection_reused)
-            for a in written
-            if a.written_at is not None
-        ]
-
-    def give_back_notes(self, notes: list[WrittenNote]) -> None:
-        """The ledger could not take them: they come again with the next ones."""
-        self._notes = notes[-self._entries_max :]
+        if not written:
+            return
+        now_s = self._now_s()
+        try:
+            await write([WrittenNote(a.digest, known) for a in written if (known := a.known(now_s)) is not None])
+        except BaseException:
+            self._written = (written + self._written)[-self._entries_max :]
+            raise
 
     def request_on(self, connection: Connection | None) -> None:
         """A request came in on a connection: whoever sent it has read the response before it."""
@@ -204,24 +209,18 @@ class Submissions:
         if seen is not None:
             seen.connection_reused = True
 
-    def _forget_old(self, now: datetime) -> None:
-        oldest = now - timedelta(seconds=REMEMBERED_S)
+    def _forget_old(self, now_s: float) -> None:
+        oldest_s = now_s - REMEMBERED_S
         while self._latest:
             digest, attempt = next(iter(self._latest.items()))
-            if attempt.begun_at >= oldest and len(self._latest) < self._entries_max:
+            if attempt.begun_s >= oldest_s and len(self._latest) < self._entries_max:
                 break
             del self._latest[digest]
         while self._last_on:
             connection, attempt = next(iter(self._last_on.items()))
-            if attempt.begun_at >= oldest:
+            if attempt.begun_s >= oldest_s:
                 break
             del self._last_on[connection]
-
-
-def _first_response(previous: Attempt | None) -> Written | None:
-    if previous is None or previous.written_at is None:
-        return None
-    return Written(previous.written_at, previous.connection_reused)
 
 
 def _count(text: str | None) -> int:

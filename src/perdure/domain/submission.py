@@ -31,11 +31,12 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     first_seq: int
     last_seq: int
     """The events that it admitted."""
-    process: UUID
-    """The process whose memory knows whether the response was written out."""
+    request_id: UUID
+    """The request that admitted it, or its latest counted repeat: only what is known of its response counts."""
     written_at: datetime | None
+    """When that response had gone out in full; None while nobody has told."""
     connection_reused: bool
-    """Whether the connection carried a later request: then the client has seen the response."""
+    """Whether its connection carried a later request: then the client has seen the response."""
     created_at: datetime
 
 
@@ -46,15 +47,19 @@ class SubmissionKey(msgspec.Struct, frozen=True, kw_only=True):
     body_digest: bytes
     explicit: bool
     attempt: int
-    process: UUID
-    first_response: "Written | None" = None
-    """What this process remembers of the first response, when it wrote it."""
+    request_id: UUID
+    """Its own, unlike any other request's."""
+    known: "Written | None" = None
+    """The response of the latest request of this name in this process. Another process may have answered a later one."""
 
 
 class Written(msgspec.Struct, frozen=True):
     """A response that went out in full."""
 
-    at: datetime
+    request_id: UUID
+    """The request that it answered."""
+    age: timedelta
+    """How long ago, by the clock of the process that wrote it: hosts need not agree on the time."""
     connection_reused: bool
 
 
@@ -62,10 +67,7 @@ class WrittenNote(msgspec.Struct, frozen=True):
     """What the ledger is told, some time later, of a response that went out in full."""
 
     digest: bytes
-    attempt: int
-    """The retry count of the request that it answered."""
-    at: datetime
-    connection_reused: bool
+    written: Written
 
 
 class New(msgspec.Struct, frozen=True):
@@ -105,16 +107,17 @@ def decide_submission(key: SubmissionKey | None, record: Submission | None, now:
         return Repeat(record)
     if key.attempt <= record.attempt or key.attempt < 1:
         return New()
-    written = _written(key, record)
+    written = _written(key, record, now)
     if written is None:
         return Repeat(record) if age <= timedelta(seconds=LOST_FLAG_S) else New()
-    missed = not written.connection_reused and now - written.at <= timedelta(seconds=WRITTEN_GRACE_S)
+    missed = not written.connection_reused and written.age <= timedelta(seconds=WRITTEN_GRACE_S)
     return Repeat(record) if missed else New()
 
 
-def _written(key: SubmissionKey, record: Submission) -> Written | None:
-    if key.first_response is not None:
-        return key.first_response
+def _written(key: SubmissionKey, record: Submission, now: datetime) -> Written | None:
+    """What is known of the response that the record speaks of; a response to another request says nothing of it."""
+    if key.known is not None and key.known.request_id == record.request_id:
+        return key.known
     if record.written_at is None:
         return None
-    return Written(record.written_at, record.connection_reused)
+    return Written(record.request_id, now - record.written_at, record.connection_reused)

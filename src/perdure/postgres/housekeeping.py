@@ -79,17 +79,16 @@ with old as (
 delete from worker w using old where w.id = old.id returning w.id"""
 
 # No guard to move: a decision made beside this is one made before it, and a note may always come late. It never waits for a row, so it
-# can't be part of a deadlock, and what it skips is being written anew. A note of an earlier response says nothing of a later one.
+# can't be part of a deadlock, and what it skips is being written anew. A note of another request's response says nothing of this one.
 _MARK_WRITTEN_SQL: Final = """
 -- mark_written
 with told as (
-    select m.digest, n.written_at, n.connection_reused
-      from unnest($1::bytea[], $2::bigint[], $3::timestamptz[], $4::boolean[]) as n (digest, attempt, written_at, connection_reused)
-      join submission m on m.digest = n.digest and m.attempt <= n.attempt and m.created_at <= n.written_at
-     where m.written_at is null or m.written_at < n.written_at
-        or (m.written_at = n.written_at and n.connection_reused and not m.connection_reused)
+    select m.digest, n.age, n.connection_reused
+      from unnest($1::bytea[], $2::uuid[], $3::interval[], $4::boolean[]) as n (digest, request_id, age, connection_reused)
+      join submission m on m.digest = n.digest and m.request_id = n.request_id
+     where m.written_at is null or (n.connection_reused and not m.connection_reused)
      order by m.digest for no key update of m skip locked)
-update submission m set written_at = told.written_at, connection_reused = told.connection_reused
+update submission m set written_at = clock_timestamp() - told.age, connection_reused = told.connection_reused
   from told where m.digest = told.digest"""
 
 
@@ -169,20 +168,14 @@ async def mark_written(pool: ReadPool, written: Sequence[WrittenNote]) -> None:
     Not worth a wait for the disk: a note that a crash loses is what `domain.submission` allows for. Raises `Unavailable`; the caller
     may give the same notes again.
     """
-    latest: dict[bytes, WrittenNote] = {}
-    for note in written:
-        known = latest.get(note.digest)
-        if known is None or (note.at, note.connection_reused) > (known.at, known.connection_reused):
-            latest[note.digest] = note
-    notes = [latest[digest] for digest in sorted(latest)]
-    for first in range(0, len(notes), ROWS_MAX):
-        part = notes[first : first + ROWS_MAX]
+    for first in range(0, len(written), ROWS_MAX):
+        part = written[first : first + ROWS_MAX]
         async with pool.transaction() as connection:
             await connection.execute("set local synchronous_commit = off")
             await connection.execute(
                 _MARK_WRITTEN_SQL,
                 [n.digest for n in part],
-                [n.attempt for n in part],
-                [n.at for n in part],
-                [n.connection_reused for n in part],
+                [n.written.request_id for n in part],
+                [n.written.age for n in part],
+                [n.written.connection_reused for n in part],
             )

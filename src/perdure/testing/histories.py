@@ -6,6 +6,7 @@ some of its integers is a history again, which is what makes failures shrink (`t
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from itertools import count
 from random import Random
 from typing import Final, Literal
@@ -20,7 +21,7 @@ from perdure.domain.event import encode
 from perdure.domain.mailbox import Input
 from perdure.domain.session import Session, SessionConfig
 from perdure.domain.step import Step
-from perdure.domain.submission import SubmissionKey
+from perdure.domain.submission import SubmissionKey, Written
 from perdure.domain.turn import Lease
 from perdure.domain.wakeup import Wakeup
 from perdure.ports.ledger import (
@@ -214,7 +215,11 @@ class History:
             return None
         digest = self._fresh(rng).bytes * 2
         return SubmissionKey(
-            digest=digest, body_digest=digest, explicit=rng.random() < 0.5, attempt=0, process=self.workspace
+            digest=digest,
+            body_digest=digest,
+            explicit=rng.random() < 0.5,
+            attempt=0,
+            request_id=self._fresh(rng),
         )
 
     def _message(self, rng: Random) -> Arrival:
@@ -394,14 +399,20 @@ class History:
         if isinstance(command, Accept) and command.claim_by is not None and not self._lives(command.claim_by):
             return None
         if isinstance(command, (Accept, CreateSession)) and command.submission is not None:
-            attempt = command.submission.attempt + rng.choice((0, 1, 1, 1))
-            key = msgspec.structs.replace(command.submission, attempt=attempt)
+            key = self._retried(rng, command.submission)
             if isinstance(command, CreateSession):
                 fresh = self._fresh(rng)
                 config = msgspec.structs.replace(command.config, session_id=fresh)
                 return msgspec.structs.replace(command, submission=key, session_id=fresh, config=config)
             return msgspec.structs.replace(command, submission=key)
         return command
+
+    def _retried(self, rng: Random, key: SubmissionKey) -> SubmissionKey:
+        """The key of a repeat, whose process remembers a response: that of the request before, another one's, or none."""
+        answered = rng.choice((None, key.request_id, self._fresh(rng)))
+        known = None if answered is None else Written(answered, timedelta(0), rng.random() < 0.5)
+        attempt = key.attempt + rng.choice((0, 1, 1, 1))
+        return msgspec.structs.replace(key, attempt=attempt, request_id=self._fresh(rng), known=known)
 
     def _wake(self, rng: Random) -> Wake:
         session_id = self._session(rng)

@@ -14,14 +14,14 @@ import msgspec
 from perdure.core import accept, advance, lifecycle, outcomes, settle, turns
 from perdure.core.draft import Draft
 from perdure.core.facts import Changes
-from perdure.domain import wakeup
+from perdure.domain import submission, wakeup
 from perdure.domain.barrier import Action
 from perdure.domain.control import InterruptDecision, decide_interrupt
 from perdure.domain.errors import Refused
 from perdure.domain.mailbox import ClaimDecision, Input, Take
 from perdure.domain.session import Thread
 from perdure.domain.step import Step
-from perdure.domain.submission import New
+from perdure.domain.submission import New, SubmissionKey, Written
 from perdure.domain.turn import Lease, Turn
 from perdure.ports.ledger import Advance, Answered
 from perdure.postgres import write, writer
@@ -213,6 +213,10 @@ def _always_new(*_: Any) -> New:
     return New()
 
 
+def _any_response(key: SubmissionKey, *_: Any) -> Written | None:
+    return key.known
+
+
 def _uncounted_retry(*_: Any) -> None:
     pass
 
@@ -335,6 +339,11 @@ MUTANTS: Final = (
     Mutant("answer_taken_twice", "an answer needs an open action", ((accept, "refuse_answer", _answer_again),)),
     Mutant(
         "repeated_request_admitted_again", "one key is admitted once", ((accept, "decide_submission", _always_new),)
+    ),
+    Mutant(
+        "another_requests_response_believed",
+        "a retry that may have missed its answer is a repeat",
+        ((submission, "_written", _any_response),),
     ),
     Mutant(
         "one_answer_for_two_retries_of_a_send",

@@ -506,7 +506,7 @@ class SimClient:
     def _send(self, arrivals: tuple[Arrival, ...]) -> None:
         """Sent once, and again when the answer was lost, under the same key."""
         digest = self.world.fresh().bytes
-        key = SubmissionKey(digest=digest, body_digest=digest, explicit=True, attempt=0, process=self.world.workspace)
+        key = SubmissionKey(digest=digest, body_digest=digest, explicit=True, attempt=0, request_id=self.world.fresh())
         thread_id = ids.primary_thread(self.session_id)
         server = self.world.rng.choice(self.world.workers)
         command = Accept(

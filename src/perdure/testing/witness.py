@@ -6,6 +6,7 @@ from uuid import UUID
 from perdure.domain.errors import Fenced, Refused
 from perdure.domain.event import Event
 from perdure.domain.session import Session, Thread
+from perdure.domain.submission import SubmissionKey
 from perdure.domain.turn import Lease, Turn
 from perdure.ports.ledger import (
     Accept,
@@ -44,6 +45,7 @@ class Witness:
         self._tools: dict[tuple[UUID, int, int], UUID] = {}
         self._explicit: dict[bytes, tuple[UUID, ...]] = {}
         self._retries: dict[tuple[UUID, ...], int] = {}
+        self._recorded: dict[bytes, SubmissionKey] = {}
         self._answers: dict[UUID, Result] = {}
         self._replayed = False
         self._admissions = 0
@@ -146,7 +148,22 @@ class Witness:
         if key.explicit:
             if self._explicit.setdefault(key.digest, made) != made:
                 self._blame(command, result, "one key is admitted once")
-        elif result.repeat:
+        else:
+            self._judge_retry(command, result, key, made)
+
+    def _judge_retry(
+        self, command: Accept | CreateSession, result: Accepted | Created, key: SubmissionKey, made: tuple[UUID, ...]
+    ) -> None:
+        """Without an explicit key. Responses are never noted in the ledger here: a request knows what its process knows."""
+        recorded = self._recorded.get(key.digest)
+        if result.repeat:
             if self._retries.get(made, 0) >= key.attempt:
                 self._blame(command, result, "an answer is given to one retry of each count")
             self._retries[made] = key.attempt
+        if recorded is not None and key.attempt > recorded.attempt:
+            read = key.known is not None and key.known.request_id == recorded.request_id and key.known.connection_reused
+            if read and result.repeat:
+                self._blame(command, result, "who has read an answer asks anew")
+            if not read and not result.repeat:
+                self._blame(command, result, "a retry that may have missed its answer is a repeat")
+        self._recorded[key.digest] = key

@@ -179,7 +179,7 @@ class Face:
             feeds=self.feeds,
             models=NamedModels(),  # pyright: ignore[reportArgumentType]
             environment=None,  # pyright: ignore[reportArgumentType]
-            submissions=Submissions(UUID(int=15)),
+            submissions=Submissions(),
         )
 
     async def close(self) -> None:

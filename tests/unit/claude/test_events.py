@@ -20,7 +20,7 @@ def message(text: str = "hi") -> dict[str, Any]:
 
 
 def submission(attempt: int) -> SubmissionKey:
-    return SubmissionKey(digest=b"d", body_digest=b"b", explicit=False, attempt=attempt, process=UUID(int=5))
+    return SubmissionKey(digest=b"d", body_digest=b"b", explicit=False, attempt=attempt, request_id=UUID(int=5))
 
 
 @pytest.mark.rule("MA-A2.2", "MA-B1.2", "MA-C2.2")

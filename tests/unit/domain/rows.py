@@ -14,7 +14,7 @@ from perdure.domain.transcript import TranscriptEntry
 from perdure.domain.turn import Turn
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
-SESSION, THREAD, TURN, WORKER, PROCESS = (UUID(int=n) for n in range(1, 6))
+SESSION, THREAD, TURN, WORKER, FIRST_REQUEST, LATER_REQUEST = (UUID(int=n) for n in range(1, 7))
 
 
 def ms(count: int) -> timedelta:
@@ -155,8 +155,8 @@ def a_key(**fields: Any) -> SubmissionKey:
         "body_digest": b"body",
         "explicit": False,
         "attempt": 1,
-        "process": PROCESS,
-        "first_response": None,
+        "request_id": LATER_REQUEST,
+        "known": None,
     }
     return SubmissionKey(**row | fields)
 
@@ -170,7 +170,7 @@ def a_record(**fields: Any) -> Submission:
         "attempt": 0,
         "first_seq": 2,
         "last_seq": 3,
-        "process": PROCESS,
+        "request_id": FIRST_REQUEST,
         "written_at": None,
         "connection_reused": False,
         "created_at": NOW,

@@ -85,7 +85,7 @@ async def serve(
 ) -> AsyncGenerator[Serving]:
     """Start on a free port; stop when the block ends."""
     catalog, ledger, metrics = OracleCatalog(), OracleLedger(), HttpMetrics()
-    submissions = Submissions(uuid4()) if submissions is None else submissions
+    submissions = Submissions() if submissions is None else submissions
     services = Services(
         ledger=ledger,
         catalog=catalog,

@@ -5,7 +5,6 @@ import gzip
 import zlib
 from collections.abc import AsyncIterator
 from typing import Any
-from uuid import uuid4
 
 import anthropic
 import pytest
@@ -229,7 +228,7 @@ class Noting(Submissions):
     """Says when a retry has come as far as the wait for its first attempt."""
 
     def __init__(self) -> None:
-        super().__init__(uuid4())
+        super().__init__()
         self.retried = Signal("the retry is here")
 
     async def enter(self, key: SubmissionKey) -> tuple[Attempt, SubmissionKey]:
@@ -281,7 +280,7 @@ async def test_what_became_of_the_first_response_is_told_to_the_retry() -> None:
             for retry in (0, 1):
                 headers = running.signed(**{"x-stainless-retry-count": str(retry)})
                 await http.post("/v1/once", headers=headers, content=b"[]")
-    known = [key.first_response for key in seen]
+    known = [key.known for key in seen]
     assert known[0] is known[2] is known[3] is known[4] is None
     assert known[1] is not None and not known[1].connection_reused
     assert known[5] is not None and known[5].connection_reused

@@ -1,38 +1,56 @@
 """Submit once, the process's part: names of requests, waiting for the first, and what is known of its response."""
 
 import asyncio
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
+import msgspec
 import pytest
 
 from perdure.core.submissions import REMEMBERED_S, Attempt, Submissions
-from perdure.domain.errors import Refused
-from perdure.domain.submission import New, Repeat, Submission, SubmissionKey, Written, decide_submission
+from perdure.domain.errors import Refused, Unavailable
+from perdure.domain.submission import (
+    New,
+    Repeat,
+    Submission,
+    SubmissionKey,
+    Written,
+    WrittenNote,
+    decide_submission,
+)
 
-PROCESS, KEY, OTHER_KEY, SESSION = UUID(int=1), UUID(int=2), UUID(int=3), UUID(int=4)
+KEY, OTHER_KEY, SESSION = UUID(int=2), UUID(int=3), UUID(int=4)
 START = datetime(2026, 1, 1, tzinfo=UTC)
 HERE, THERE = ("10.0.0.1", 4001), ("10.0.0.1", 4002)
 
 
 class Clock:
     def __init__(self) -> None:
-        self.at = START
+        self.s = 0.0
 
-    def __call__(self) -> datetime:
-        return self.at
+    @property
+    def at(self) -> datetime:
+        return START + timedelta(seconds=self.s)
+
+    def __call__(self) -> float:
+        return self.s
 
     def pass_s(self, seconds: float) -> None:
-        self.at += timedelta(seconds=seconds)
+        self.s += seconds
 
 
 class Room:
-    """Submissions on a clock, with the record that a ledger would keep."""
+    """Submissions of one process on a clock, with the record that a ledger would keep."""
 
     def __init__(self, **options: float) -> None:
         self.clock = Clock()
-        self.submissions = Submissions(PROCESS, now=self.clock, **options)  # type: ignore[arg-type]
+        self.options = options
+        self.submissions = self.another_process()
         self.record: Submission | None = None
+
+    def another_process(self) -> Submissions:
+        return Submissions(now_s=self.clock, **self.options)  # type: ignore[arg-type]
 
     def name(
         self, retry: int = 0, *, body: bytes = b"{}", key: UUID = KEY, explicit: str | None = None
@@ -50,6 +68,9 @@ class Room:
         if isinstance(decision, Refused):
             return attempt, "refused"
         if isinstance(decision, Repeat):
+            self.record = msgspec.structs.replace(
+                decision.record, attempt=key.attempt, request_id=key.request_id, written_at=None
+            )
             return attempt, "repeat"
         assert isinstance(decision, New)
         self.record = Submission(
@@ -60,7 +81,7 @@ class Room:
             attempt=key.attempt,
             first_seq=1,
             last_seq=1,
-            process=PROCESS,
+            request_id=key.request_id,
             written_at=None,
             connection_reused=False,
             created_at=self.clock.at,
@@ -132,7 +153,7 @@ async def test_the_same_request_made_anew_is_new_and_ends_the_doubt_about_the_fi
     second, outcome = await room.admit()
     assert outcome == "new"
     room.submissions.leave(second, stored=False)
-    assert (await room.submissions.enter(room.name(1)))[1].first_response == Written(START, True)
+    assert (await room.submissions.enter(room.name(1)))[1].known == Written(attempt.request_id, timedelta(0), True)
 
 
 async def test_a_request_that_was_not_stored_leaves_the_one_before_as_it_was() -> None:
@@ -146,7 +167,65 @@ async def test_a_request_that_was_not_stored_leaves_the_one_before_as_it_was() -
     room.submissions.leave(second, stored=False)
     room.submissions.leave(third, stored=False)
     _, key = await room.submissions.enter(room.name(1))
-    assert key.first_response is not None and key.first_response.at == START
+    assert key.known == Written(first.request_id, timedelta(seconds=60), True)
+
+
+@pytest.mark.rule("MA-E1.1")
+@pytest.mark.parametrize("reused", [False, True])
+async def test_an_answer_that_failed_after_the_commit_leaves_its_retry_a_repeat(reused: bool) -> None:
+    """It looked as if nothing was stored; what is known of the equal request before says nothing of this one."""
+    room = Room()
+    first, _ = await room.admit()
+    room.submissions.leave(first, stored=True)
+    room.submissions.written(first, HERE)
+    room.clock.pass_s(60)
+    if reused:
+        room.submissions.request_on(HERE)
+    second, outcome = await room.admit()
+    room.submissions.leave(second, stored=False)
+    assert (outcome, (await room.admit(1))[1]) == ("new", "repeat")
+
+
+@pytest.mark.rule("MA-E1.1", "MA-E1.7")
+async def test_a_retry_at_another_process_finds_what_was_admitted_last() -> None:
+    """The one that admitted it was killed; the other one answered an equal request before."""
+    room = Room()
+    here, there = room.submissions, room.another_process()
+    first, _ = await room.admit()
+    here.leave(first, stored=True)
+    here.written(first, HERE)
+    room.clock.pass_s(60)
+    room.submissions = there
+    _, outcome = await room.admit()
+    room.submissions = here
+    retry, again = await room.admit(1)
+    assert (outcome, again) == ("new", "repeat")
+    here.leave(retry, stored=True)
+    here.written(retry, THERE)
+    here.request_on(THERE)
+    room.submissions = there
+    assert (await room.admit(0))[1] == "new", "an input that is meant is not lost"
+
+
+async def test_what_the_ledger_could_not_be_told_is_told_again_and_older_by_then() -> None:
+    room = Room()
+    told: list[WrittenNote] = []
+
+    async def fail(notes: Sequence[WrittenNote]) -> None:
+        raise Unavailable
+
+    async def hear(notes: Sequence[WrittenNote]) -> None:
+        told.extend(notes)
+
+    first, _ = await room.admit()
+    room.submissions.written(first, HERE)
+    with pytest.raises(Unavailable):
+        await room.submissions.tell(fail)
+    room.clock.pass_s(3)
+    room.submissions.request_on(HERE)
+    for _ in range(2):
+        await room.submissions.tell(hear)
+    assert told == [WrittenNote(first.digest, Written(first.request_id, timedelta(seconds=3), True))]
 
 
 async def test_a_retry_waits_for_its_first_attempt() -> None:
