@@ -24,6 +24,9 @@ BODY_DEADLINE_S: Final = 120.0
 WRITE_DEADLINE_S: Final = 10.0
 """A reader that takes nothing for so long has lost its stream and resumes it: keepalives come more often than this is long."""
 
+WRITE_BYTES: Final = 64 * 1024
+"""Handed to the connection at a time: what the deadline is for. A large event may take a steady reader as long as it needs."""
+
 ABORT: Final = "perdure.abort"
 """In the scope of a request: ends its connection at once, whatever its peer has not read."""
 
@@ -129,7 +132,9 @@ class AsgiStream:
 
     async def write(self, data: bytes) -> None:
         """One piece. Raises ConnectionError when the peer is gone or takes nothing."""
-        await self._hand_over({"type": "http.response.body", "body": data, "more_body": True})
+        for start in range(0, len(data), WRITE_BYTES):
+            part = data[start : start + WRITE_BYTES]
+            await self._hand_over({"type": "http.response.body", "body": part, "more_body": True})
 
     async def finish(self) -> None:
         """The end, when the peer is there to see it."""

@@ -24,6 +24,9 @@ GRACE_S: Final = 10
 UNACKNOWLEDGED_MS_MAX: Final = 20_000
 """The kernel gives up a peer that acknowledges nothing for this long: a stuck reader must not hold its buffer for a quarter of an hour."""
 
+UNSENT_BYTES_MAX: Final = 128 * 1024
+"""The kernel takes no more ahead of what it can send. Its own buffer of megabytes would hide that a steady slow reader gets on."""
+
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 
 START_DEADLINE_S: Final = 10.0
@@ -31,13 +34,14 @@ STOP_MARGIN_S: Final = 2.0
 
 
 class _Protocol(HttpToolsProtocol):
-    """Bounds how long a dead peer is kept."""
+    """Bounds how long a dead peer is kept, and how much is buffered for a slow one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Set the kernel's own deadline on the connection."""
+        """Set the kernel's own limits on the connection."""
         raw: socket.socket | None = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNACKNOWLEDGED_MS_MAX)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)
         super().connection_made(transport)
 
     def on_message_begin(self) -> None:

@@ -1,6 +1,7 @@
 """Streams on the wire: what ends one, and that its clean-up always runs."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from tests.unit.http.serving import Serving, serve
 
 from perdure.domain.errors import Refused
-from perdure.http.asgi import AsgiStream
+from perdure.http.asgi import WRITE_BYTES, AsgiStream
 from perdure.http.requests import Request, SendStream, StreamRoute
 from perdure.http.services import Services
 from perdure.testing.signals import Signal
@@ -98,6 +99,59 @@ async def test_stopping_the_server_ends_streams_at_once(streaming: Serving, sour
             assert [part async for part in parts] == []
             await source.ended.wait()
     await stopping
+
+
+@pytest.mark.rule("MA-B7.12")
+async def test_a_steady_slow_reader_gets_an_event_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is for each piece, not for the whole: this one takes a minute."""
+    loop, passed_s, taken = asyncio.get_running_loop(), 0.0, b""
+    clock = loop.time
+    monkeypatch.setattr(loop, "time", lambda: clock() + passed_s)
+
+    async def slow(message: Any) -> None:
+        nonlocal passed_s, taken
+        part = message.get("body", b"")
+        passed_s += len(part) / WRITE_BYTES * 6
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        taken += part
+
+    stream = AsgiStream(slow, "req_1", write_deadline_s=10)
+    await stream.start({})
+    event = bytes(range(256)) * 2600
+    await stream.write(event)
+    assert taken == event and passed_s > 60
+
+
+@pytest.mark.rule("MA-B7.12")
+async def test_little_is_buffered_for_a_slow_reader() -> None:
+    """Else what it takes would not show for seconds, and it would be given up as one that takes nothing."""
+    handed, size, ahead_max = 0, 8 * 1024 * 1024, 1024 * 1024
+
+    async def write(services: Services, request: Request, stream: SendStream) -> None:
+        nonlocal handed
+        await stream.start({"content-type": "text/event-stream"})
+        while handed < size:
+            await stream.write(b"x" * WRITE_BYTES)
+            handed += WRITE_BYTES
+
+    route = StreamRoute(method="GET", template="/v1/s", handler=write, sdk_method="s")
+    async with serve([route]) as running, asyncio.timeout(DEADLINE_S):
+        host, _, port = running.url.removeprefix("http://").partition(":")
+        own = socket.create_connection((host, int(port)))
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+        own.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=own, limit=1024)
+        writer.write(
+            f"GET /v1/s HTTP/1.1\r\nhost: x\r\nauthorization: {running.signed()['authorization']}\r\n\r\n".encode()
+        )
+        read = 0
+        try:
+            while read < size:
+                read += len(await reader.read(WRITE_BYTES))
+                assert handed - read <= ahead_max
+        finally:
+            writer.transport.abort()
 
 
 async def test_a_peer_that_takes_nothing_is_given_up() -> None:
