@@ -42,7 +42,7 @@ from perdure.postgres.ledger import PostgresLedger
 from perdure.postgres.notify import NotifyBus
 from perdure.postgres.pool import ReadPool, connect
 from perdure.postgres.workers import Workers
-from perdure.settings import Settings
+from perdure.settings import Settings, make_data_directory
 
 DEFAULT_WORKSPACE: Final = "default"
 CREDENTIALS: Final = "credentials.json"
@@ -90,7 +90,7 @@ async def open_database(settings: Settings) -> AsyncGenerator[tuple[str, Embedde
     embedded: EmbeddedPostgres | None = None
     reviving: asyncio.Task[None] | None = None
     if settings.database_url is None:
-        settings.data.mkdir(parents=True, exist_ok=True)
+        make_data_directory(settings.data)
         embedded = await start_embedded(settings.data, adopt=True)
         reviving = asyncio.create_task(_keep_alive(embedded), name="revive-postgres")
     url = settings.database_url or (embedded.url if embedded is not None else "")
@@ -128,7 +128,7 @@ async def migrate(settings: Settings) -> list[str]:
     """Bring the database up to this version; the names of the migrations applied."""
     if settings.database_url is not None:
         return await _migrate(settings.database_url)
-    settings.data.mkdir(parents=True, exist_ok=True)
+    make_data_directory(settings.data)
     embedded = await start_embedded(settings.data, adopt=True)
     try:
         return await _migrate(embedded.url)
@@ -178,6 +178,7 @@ class _Parts:
     """What one process is made of, in the order it is made."""
 
     def __init__(self, settings: Settings, url: str, models: Router, *, alone: bool) -> None:
+        make_data_directory(settings.data)
         self.settings = settings
         self.url = url
         self.process = uuid4()

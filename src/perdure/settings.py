@@ -1,5 +1,6 @@
 """Settings: what an operator may choose, from flags, the environment and `perdure.toml`, in that order. Unknown keys are refused."""
 
+import contextlib
 import os
 import tomllib
 from collections.abc import Callable, Mapping
@@ -51,6 +52,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Run tools without a sandbox when none can hold on this host. Whoever reaches the API then owns this host."""
     log_json: bool = False
     log_level: LogLevel = "info"
+
+
+def make_data_directory(data: Path) -> None:
+    """Make the data directory if need be, for this user alone. One that is there already is left as its owner made it."""
+    data.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 class BadSetting(Exception):
@@ -208,5 +214,7 @@ def _from_file(file: Path | None) -> dict[str, _Given]:
 
 def _hook(kind: type[Any], value: Any) -> Any:
     if kind is Path and isinstance(value, str | Path):
-        return Path(value)
+        with contextlib.suppress(RuntimeError):
+            return Path(value).expanduser()
+        raise ValueError("its ~ names no home directory that is known here")
     raise TypeError(f"a setting of type {kind.__name__} is not supported")

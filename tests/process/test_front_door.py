@@ -47,6 +47,7 @@ async def test_turn_cut_off_by_a_kill_ends_once_and_keeps_the_result_of_its_tool
     assert not result["is_error"]
     assert await of_type(world, session, "session.error") == []
     assert (world.data / "workspaces" / world.token_of(session) / "effects").read_text() == "a\n"
+    assert world.data.stat().st_mode & 0o066 == (world.data / "workspaces").stat().st_mode & 0o077 == 0
     assert world.script.calls == {"a-0": 1, "a-1": 2}
     await world.check()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.settings import RULES, BadSetting, Settings, load, unknown_variables
+from perdure.settings import RULES, BadSetting, Settings, load, make_data_directory, unknown_variables
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +47,7 @@ def test_a_number_is_within_its_range(name: str, least: int, most: int) -> None:
         ("host", "http://here", "without scheme and port"),
         ("host", "", "without scheme and port"),
         ("data", 7, "the path of a directory"),
+        ("data", "~nobody-of-this-name/x", "the path of a directory"),
         ("data", "a\0b", "the path of a directory"),
         ("warm_model", " ", "the name of a model"),
         ("anthropic_base_url", "api.example.com", "https://HOST"),
@@ -85,6 +86,19 @@ def test_a_key_that_can_be_no_header_is_refused_and_not_repeated() -> None:
     with pytest.raises(BadSetting, match="ANTHROPIC_API_KEY") as bad:
         load({}, {"ANTHROPIC_API_KEY": "sk-secret\n"})
     assert "sk-secret" not in str(bad.value)
+
+
+def test_the_data_directory_may_be_named_from_home_and_is_its_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    data = load({}, {"PERDURE_DATA": "~/of/perdure"}).data
+    assert data == tmp_path / "of" / "perdure"
+    make_data_directory(data)
+    assert data.stat().st_mode & 0o777 == 0o700
+    data.chmod(0o755)
+    make_data_directory(data)
+    assert data.stat().st_mode & 0o777 == 0o755, "its owner's choice"
 
 
 def test_flags_beat_the_environment_which_beats_the_file(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from perdure.cli.client import Client
 from perdure.cli.credentials import FILE_NAME, Target, read_credentials
+from perdure.settings import make_data_directory
 
 if TYPE_CHECKING:
     from perdure.bootstrap import Server
@@ -42,7 +43,7 @@ def announced(data: Path, server: "Server", neighbour: Target | None) -> Generat
     """
     body = {"url": server.url, "api_key": server.api_key, "database_url": server.database_url, "pid": server.pid}
     if neighbour is None:
-        data.mkdir(parents=True, exist_ok=True)
+        make_data_directory(data)
         with _alone(data):
             _write(data, json.dumps(body) + "\n")
     try:

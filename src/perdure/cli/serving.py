@@ -16,7 +16,7 @@ from perdure.cli.credentials import FILE_NAME, data_option, read_credentials
 from perdure.cli.exits import FAILED, OK
 from perdure.cli.starting import check_address, check_database, describe_database, explained
 from perdure.environments.local import LocalEnvironment
-from perdure.settings import Settings
+from perdure.settings import Settings, make_data_directory
 
 AT_ONCE_CODE: Final = 1
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -106,8 +106,8 @@ class _Process:
 
     async def _report_sandbox(self) -> None:
         """Try the sandbox, and say what became of it before any turn needs it."""
+        make_data_directory(self._settings.data)
         root = self._settings.data.resolve() / "workspaces"
-        root.mkdir(parents=True, exist_ok=True)
         environment = LocalEnvironment(root, unsafe_no_sandbox=self._settings.unsafe_no_sandbox)
         try:
             problems = await environment.problems()

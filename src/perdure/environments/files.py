@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from perdure.environments import search
-from perdure.environments.processes import settle
+from perdure.environments.processes import in_thread, settle
 from perdure.environments.workspace import NotRegular, PathRefused, Workspace
 
 # A model reads no more at once; larger files are read in ranges.
@@ -136,7 +136,8 @@ class Searcher:
         return await self._search(workspace, "grep", pattern, path)
 
     async def _search(self, workspace: Workspace, kind: str, pattern: str, path: str) -> str:
-        with _explained(kind, path), workspace.open_folder(path) as (folder_fd, base, only):
+        with _explained(kind, path), contextlib.ExitStack() as stack:
+            folder_fd, base, only = await in_thread(lambda: stack.enter_context(workspace.open_folder(path)))
             if kind == "glob" and only is not None:
                 raise ToolRefused(f"glob: path: {path} is not a directory")
             question = {"kind": kind, "folder_fd": folder_fd, "base": base, "pattern": pattern, "only": only}

@@ -1,8 +1,9 @@
 """Tools on this host: a folder for each session, a bubblewrap sandbox around its shell.
 
 Below `root`: one folder a session, named by it; `.state` with the shells' markers; `.trash` with folders on their
-way out. What a crash leaves: folders and markers. The next process kills the shells that markers name before it
-does anything else in their sessions.
+way out. No other user of the host may enter: a command leaves there what it likes, setuid programs too. What a
+crash leaves: folders and markers. The next process kills the shells that markers name before it does anything else
+in their sessions.
 """
 
 import asyncio
@@ -184,18 +185,23 @@ class LocalEnvironment:
         if slot.shell is not None:
             await settle(slot.shell.kill())
             slot.shell = None
+        await self._kill_marked(call.session)
         self._markers.remove(call.session)
         await self._provide_shell(slot, call)
 
     async def _provide_shell(self, slot: _Slot, call: ToolCall) -> tuple[Shell, bool]:
         """The session's shell, fresh if need be; and whether the model must hear that an earlier one is gone."""
-        if slot.shell is not None and slot.shell.alive and slot.networking == call.networking:
-            return slot.shell, False
+        marker = self._markers.read(call.session)
         if slot.shell is not None:
+            # A worker beside us may have had the session meanwhile: what it ran, ours has not seen.
+            is_latest = marker is not None and marker.processes == slot.shell.marks
+            if is_latest and slot.shell.alive and slot.networking == call.networking:
+                return slot.shell, False
             await settle(slot.shell.kill())
             slot.shell = None
+            if not is_latest:
+                await self._kill_marked(call.session)
         await self._make_room()
-        is_news = self._markers.read(call.session) is not None
         folder = self._folder(call.session)
         sandbox = await self._find_sandbox()
         confined = isinstance(sandbox, Path)
@@ -206,10 +212,14 @@ class LocalEnvironment:
             # Whoever closed or removed could not see this shell yet.
             await settle(shell.kill())
             raise ShellFailed("it was closed while its shell started")
-        # Before the first command: from then on there is something to find and to tell.
-        self._markers.write(call.session, ShellMarker(processes=shell.marks, confined=confined))
+        try:
+            # Before the first command: from then on there is something to find and to tell.
+            self._markers.write(call.session, ShellMarker(processes=shell.marks, confined=confined))
+        except BaseException:
+            await settle(shell.kill())
+            raise
         slot.shell, slot.networking = shell, call.networking
-        return shell, is_news
+        return shell, marker is not None
 
     async def _make_room(self) -> None:
         """Close the shell that was idle longest when there are too many. Busy ones are never closed."""
@@ -303,10 +313,11 @@ class LocalEnvironment:
 
     async def _attach(self, session: str) -> None:
         """First contact of this process with a session. A folder that was there before and is gone is never replaced silently."""
+        self._make_own_folders()
         folder = self._folder(session)
         made = self._markers.made_before(session)
         self._slots[session].lost = made and not folder.exists()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         if not made:
             self._markers.note_made(session)
         await self._kill_marked(session)
@@ -337,7 +348,7 @@ class LocalEnvironment:
         with contextlib.suppress(FileNotFoundError):
             folder = self._folder(session)
             os.stat(folder)
-            trash.mkdir(mode=0o700, parents=True, exist_ok=True)
+            trash.mkdir(mode=0o700, exist_ok=True)
             # Out of the way at once; the removal may take long, and after a crash the next try finds it by its name.
             os.rename(folder, trash / f"{session}-{secrets.token_hex(8)}")
         for leftover in list(trash.glob(f"{session}-*")):
@@ -374,8 +385,19 @@ class LocalEnvironment:
     async def _find_sandbox(self) -> Path | list[str]:
         async with self._sandbox_lock:
             if self._sandbox is None:
+                try:
+                    self._make_own_folders()
+                except OSError as error:
+                    # Not kept: a full disk or a mode is mended while we run.
+                    return [f"the folder of the workspaces can't be made or closed to other users: {error}"]
                 self._sandbox = await find_sandbox(self._root / ".state")
             return self._sandbox
+
+    def _make_own_folders(self) -> None:
+        for folder in (self._root, self._root / ".state"):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.stat().st_mode & 0o077:
+                folder.chmod(0o700)
 
 
 def _check_session(session: str) -> None:

@@ -26,7 +26,7 @@ class MarkerFolder:
     """Markers by session. Each is a file that is replaced as a whole."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is made on the first write."""
+        """`folder` is there when the first marker is written."""
         self._folder = folder
 
     def read(self, session: str) -> ShellMarker | None:
@@ -41,12 +41,15 @@ class MarkerFolder:
 
     def write(self, session: str, marker: ShellMarker) -> None:
         """Put a marker in place. It outlives this process; after a crash of the host there is no shell to find."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         draft = self._folder / f".{secrets.token_hex(8)}.tmp"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(marker))
-        os.replace(draft, self._path(session))
+        try:
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(marker))
+            os.replace(draft, self._path(session))
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
 
     def remove(self, session: str) -> None:
         """The model knows, or the session is gone. Repeatable."""
@@ -59,7 +62,6 @@ class MarkerFolder:
 
     def note_made(self, session: str) -> None:
         """The folder is there from now on."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._made(session).touch(mode=0o600)
 
     def forget_made(self, session: str) -> None:

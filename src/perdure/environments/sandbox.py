@@ -81,6 +81,14 @@ class Spawned:
     info_fd: int | None
     """Where bubblewrap tells the host's pid of the sandbox's init; None without a sandbox."""
 
+    def abandon(self) -> None:
+        """End a child that nobody can look after, and close our ends."""
+        self.process.kill()
+        self.process.wait()
+        for descriptor in (self.commands_fd, self.output_fd, self.errors_fd, self.status_fd, self.info_fd):
+            if descriptor is not None:
+                os.close(descriptor)
+
 
 def find_bwrap() -> Path:
     """The bubblewrap to use: the wheel's, or the system's when that is newer. Raises `SandboxMissing`.

@@ -19,7 +19,7 @@ from typing import Any, Final
 # A walk reads at most this many names: enough for a large repository, little enough to end.
 ENTRIES_MAX: Final = 50_000
 GLOB_RESULTS_MAX: Final = 200
-GREP_OUTPUT_BYTES_MAX: Final = 100 * 1024
+OUTPUT_BYTES_MAX: Final = 100 * 1024
 # Patterns that go back and forth grow with the line; minified files would be all there is to see.
 LINE_CHARACTERS_MAX: Final = 2_000
 LINE_BYTES_MAX: Final = 4 * LINE_CHARACTERS_MAX
@@ -162,12 +162,23 @@ def glob(root_fd: int, base: str, pattern: str) -> str:
 
 def render_glob(found: list[tuple[int, str]], budget: EntryBudget) -> str:
     found.sort()
-    lines = [path for _, path in found[:GLOB_RESULTS_MAX]] or ["no matches"]
-    if len(found) > GLOB_RESULTS_MAX:
-        lines.append(f"[the newest {GLOB_RESULTS_MAX} of {len(found)} matches; narrow the pattern to see others]")
+    left, lines = OUTPUT_BYTES_MAX, list[str]()
+    for _, path in found[:GLOB_RESULTS_MAX]:
+        left -= _printed_bytes(path)
+        if left < 0:
+            break
+        lines.append(path)
+    if len(found) > len(lines):
+        lines.append(f"[the newest {len(lines)} of {len(found)} matches; narrow the pattern to see others]")
+    lines = lines or ["no matches"]
     if budget.exceeded:
         lines.append(f"[stopped after {ENTRIES_MAX} entries; give a narrower `path`]")
     return "\n".join(lines)
+
+
+def _printed_bytes(line: str) -> int:
+    """With its newline. A name that is no UTF-8 has lone surrogates here."""
+    return len(line.encode(errors="replace")) + 1
 
 
 class Hits:
@@ -175,13 +186,12 @@ class Hits:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.left = GREP_OUTPUT_BYTES_MAX
+        self.left = OUTPUT_BYTES_MAX
         self.full = False
         self.long_lines = 0
 
     def add(self, line: str) -> None:
-        # A name that is no UTF-8 is a lone surrogate here.
-        self.left -= len(line.encode(errors="replace")) + 1
+        self.left -= _printed_bytes(line)
         if self.left < 0:
             self.full = True
         else:
@@ -190,7 +200,7 @@ class Hits:
     def render(self, budget: EntryBudget) -> str:
         lines = self.lines or ["no matches"]
         if self.full:
-            lines.append(f"[output cut at {GREP_OUTPUT_BYTES_MAX} bytes; narrow the pattern or give a `path`]")
+            lines.append(f"[output cut at {OUTPUT_BYTES_MAX} bytes; narrow the pattern or give a `path`]")
         if self.long_lines:
             lines.append(f"[{self.long_lines} lines longer than {LINE_CHARACTERS_MAX} characters were not searched]")
         if budget.exceeded:

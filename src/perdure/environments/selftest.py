@@ -1,6 +1,5 @@
 """Does the sandbox hold on this host? Found out by trying, not by asking for versions."""
 
-import contextlib
 import secrets
 import shlex
 import shutil
@@ -44,14 +43,13 @@ async def find_sandbox(scratch: Path) -> Path | list[str]:
         return [str(error)]
     probe = scratch / f"probe-{secrets.token_hex(8)}"
     workspace = probe / "workspace"
-    workspace.mkdir(mode=0o700, parents=True)
     try:
+        workspace.mkdir(mode=0o700, parents=True)
         found = await _try_out(bwrap, probe, workspace)
-    except (ShellFailed, StillAlive) as error:
+    except (ShellFailed, StillAlive, OSError) as error:
         return [_explain(str(error))]
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(probe)
+        shutil.rmtree(probe, ignore_errors=True)
     return found or bwrap
 
 

@@ -62,7 +62,12 @@ class Shell:
     """A running bash and everything it started. Not for concurrent commands: the owner holds a lock around `run`."""
 
     def __init__(self, spawned: Spawned) -> None:
-        """Take over a started child; `start` does the rest."""
+        """Take over a started child; `start` does the rest. Raises OSError where the child can't be watched; then it has ended."""
+        try:
+            self._exit_fd = os.pidfd_open(spawned.process.pid)
+        except OSError:
+            spawned.abandon()
+            raise
         self._loop = asyncio.get_running_loop()
         self._spawned = spawned
         self._marks: list[ProcessMark] = []
@@ -71,7 +76,6 @@ class Shell:
         self._status = bytearray()
         self._expected = b""
         self._code: asyncio.Future[int | None] | None = None
-        self._exit_fd = os.pidfd_open(spawned.process.pid)
         self._exit_code: int | None = None
         self._exited = asyncio.Event()
         self._closed = False

@@ -22,6 +22,8 @@ from perdure.environments.sandbox import WORKSPACE
 
 # The kernel's own bound.
 LINKS_FOLLOWED_MAX: Final = 40
+# Links that go up and down multiply: forty of them could lead through millions of folders. This many take a tenth of a second.
+FOLDERS_ENTERED_MAX: Final = 20_000
 PATH_CHARACTERS_MAX: Final = 4_096
 
 _FOLDER_FLAGS: Final = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -30,8 +32,9 @@ _READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-# By a name of its own, so that a test can plant a link behind it.
+# By names of their own, so that a test can plant a link behind one and count the other.
 look: Final = os.lstat
+enter: Final = os.open
 
 
 class PathRefused(Exception):
@@ -149,6 +152,7 @@ class _Walk:
         self._names: list[str] = []
         self._pending = deque(components)
         self._links_followed = 0
+        self._folders_entered = 0
         self._make_parents = make_parents
 
     def close(self) -> None:
@@ -182,9 +186,12 @@ class _Walk:
             return None
 
     def _enter(self, name: str, *, missing: bool) -> None:
+        self._folders_entered += 1
+        if self._folders_entered > FOLDERS_ENTERED_MAX:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if missing and self._make_parents:
             os.mkdir(name, 0o755, dir_fd=self._here_fd)
-        entered = os.open(name, _FOLDER_FLAGS, dir_fd=self._here_fd)
+        entered = enter(name, _FOLDER_FLAGS, dir_fd=self._here_fd)
         os.close(self._here_fd)
         self._here_fd = entered
         self._names.append(name)

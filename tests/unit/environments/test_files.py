@@ -3,11 +3,14 @@
 import asyncio
 import base64
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.environments.driving import Driver, children_with, until
 
+from perdure.environments import workspace
 from perdure.environments.tools import READ_ONLY_TOOLS, TOOL_DEFINITIONS
 from perdure.environments.workspace import Workspace
 
@@ -186,6 +189,31 @@ async def test_links_out_of_the_workspace_are_refused(driver: Driver, tmp_path: 
     assert (outside / "secret").read_text() == "keep me"
 
 
+@pytest.mark.parametrize("tool", ["read", "glob"])
+async def test_links_that_go_up_and_down_for_ever_are_given_up(
+    driver: Driver, tool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the bounds of path and links, forty of them lead through millions of folders."""
+    entered, enter = 0, workspace.enter
+
+    def count(*arguments: Any, **more: Any) -> int:
+        nonlocal entered
+        entered += 1
+        assert threading.current_thread() is not threading.main_thread(), "the loop would stand still"
+        return enter(*arguments, **more)
+
+    deep = "/".join("d" * 100)
+    await driver.bash(
+        f"mkdir -p {deep}; cd {deep}; ups=; for i in {{1..700}}; do ups=$ups../d/; done;"
+        ' for i in {1..30}; do ln -s "${ups}l$((i + 1))" l$i; done'
+    )
+    monkeypatch.setattr(workspace, "enter", count)
+    name = {"read": "file_path", "glob": "path"}[tool]
+    more = {"read": {}, "glob": {"pattern": "*"}}[tool]
+    assert "too many levels of symbolic links" in await driver.error(tool, **{name: f"{deep}/l1"}, **more)
+    assert entered == workspace.FOLDERS_ENTERED_MAX
+
+
 async def test_links_inside_the_workspace_work_as_in_the_sandbox(driver: Driver) -> None:
     await driver.bash("mkdir -p a/b; echo x > a/b/f; ln -s /workspace/a/b abs; ln -s a/b rel; ln -s ../rel/f a/hop")
     for path in ("abs/f", "rel/f", "a/hop", "abs/../b/f", "rel/../../abs/f"):
@@ -287,6 +315,16 @@ async def test_grep_gives_path_line_and_text(driver: Driver) -> None:
         await driver.ok("grep", pattern="nowhere")
         == "no matches\n[1 lines longer than 2000 characters were not searched]"
     )
+
+
+async def test_glob_cuts_its_output(driver: Driver) -> None:
+    name = "n" * 250
+    await driver.bash(f"for i in {{1..4}}; do mkdir {name}; cd {name}; done; touch {{101..220}}")
+    assert len((await driver.ok("glob", pattern="**/2*")).splitlines()) == 21
+    assert "/workspace/.perdure/output/1.txt" in await driver.ok("glob", pattern="**/*")
+    *shown, last = (driver.folder / ".perdure/output/1.txt").read_text().splitlines()
+    assert 99 * 1024 < sum(len(line) + 1 for line in shown) <= 100 * 1024
+    assert last == f"[the newest {len(shown)} of 124 matches; narrow the pattern to see others]"
 
 
 async def test_grep_cuts_its_output(driver: Driver) -> None:

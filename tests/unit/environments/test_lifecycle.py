@@ -1,6 +1,7 @@
 """Sessions over time: cancelling, other processes on the same root, idle shells, removal, hosts without a sandbox."""
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.environments.driving import Driver, in_sessions_of, running_with, text_of, until
+from tests.unit.environments.driving import Driver, children_with, in_sessions_of, running_with, text_of, until
 
 from perdure.environments import local, selftest
 from perdure.environments.local import FOLDER_LOST, SHELL_RESTARTED, LocalEnvironment
@@ -304,3 +305,77 @@ async def test_folder_that_was_lost_is_not_replaced_silently(tmp_path: Path) -> 
     await second.environment.destroy(second.session)
     assert len((await second.call("glob", pattern="*")).content) == 1
     await second.environment.close()
+
+
+async def test_no_other_user_of_the_host_comes_near_what_commands_leave(tmp_path: Path) -> None:
+    """Also where an earlier version left the folders open."""
+    driver = Driver(LocalEnvironment(tmp_path / "data" / "workspaces"), tmp_path / "data" / "workspaces")
+    driver.root.mkdir(parents=True, mode=0o755)
+    (driver.root / ".state").mkdir(mode=0o755)
+    await driver.bash("chmod 755 .; cp /bin/true su; chmod 4755 su")
+    assert (driver.folder / "su").stat().st_mode & 0o4000
+    for folder in (driver.root, driver.root / ".state"):
+        assert folder.stat().st_mode & 0o077 == 0
+    await driver.environment.close()
+
+
+@pytest.mark.rule("MA-D1.4")
+async def test_shell_that_another_worker_followed_is_not_used_again(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model was told that it is gone, and worked on in another one. A container beside this one can't kill ours."""
+    await driver.bash("where=here")
+    beside = Driver(LocalEnvironment(driver.root), driver.root)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("perdure.environments.processes.read_host", lambda: "another host")
+        assert await beside.bash("where=there; echo $where") == f"{SHELL_RESTARTED}\nthere"
+    assert await driver.bash("echo $where.") == f"{SHELL_RESTARTED}\n."
+    assert await driver.bash("echo $where.") == "."
+    assert await beside.bash("echo $where.") == f"{SHELL_RESTARTED}\n."
+    await driver.ok("bash", restart=True)
+    assert await driver.bash("echo $where.") == "."
+    await beside.environment.close()
+
+
+async def test_shell_whose_marker_can_not_be_written_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    await driver.ok("write", file_path="a", content="")
+
+    def fail(source: object, target: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = children_with("bash")
+    with monkeypatch.context() as full:
+        full.setattr("perdure.environments.marker.os.replace", fail)
+        for _ in range(3):
+            with pytest.raises(EnvironmentUnavailable, match="No space left"):
+                await driver.bash("true")
+    assert children_with("bash") == before
+    assert [f.name for f in (driver.root / ".state").iterdir()] == ["s1.made"]
+    assert await driver.bash("echo well") == "well"
+
+
+async def test_shell_that_can_not_be_watched_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    await driver.ok("write", file_path="a", content="")
+
+    def fail(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before, descriptors = children_with("bash"), len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr("perdure.environments.shell.os.pidfd_open", fail)
+        with pytest.raises(EnvironmentUnavailable, match="Too many open files"):
+            await driver.bash("true")
+        fresh = LocalEnvironment(driver.root.with_name("fresh"))
+        [problem] = await fresh.problems()
+        assert "Too many open files" in problem
+    assert (children_with("bash"), len(os.listdir("/proc/self/fd"))) == (before, descriptors)
+
+
+async def test_root_that_can_not_be_made_is_a_problem_until_it_can(tmp_path: Path) -> None:
+    (tmp_path / "workspaces").write_text("in the way")
+    environment = LocalEnvironment(tmp_path / "workspaces")
+    [problem] = await environment.problems()
+    assert problem.startswith("the folder of the workspaces can't be made")
+    (tmp_path / "workspaces").unlink()
+    assert await environment.problems() == []
+    await environment.close()
