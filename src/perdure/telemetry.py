@@ -1,8 +1,9 @@
 """Logs and metrics. No payloads, no session ids as labels; ids may stand in log fields."""
 
+import contextlib
 import logging
 import sys
-from typing import Any, Final
+from typing import Any, Final, TextIO, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -16,6 +17,23 @@ commits: Final = Counter("perdure_commits", "Sessions written, over all batches.
 step_seconds: Final = Histogram("perdure_step_seconds", "Duration of the calls of steps.", ["kind"], registry=REGISTRY)
 
 
+class LossyFile:
+    """A file for lines that nobody must fail for: on a full disk or after its reader has gone, a line is lost."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        """Write if it can be."""
+        with contextlib.suppress(OSError, ValueError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        """Flush if it can be."""
+        with contextlib.suppress(OSError, ValueError):
+            self._file.flush()
+
+
 def logger(name: str) -> Any:
     """A structured logger; fields are keyword arguments."""
     import structlog
@@ -24,7 +42,7 @@ def logger(name: str) -> Any:
 
 
 def configure(*, json: bool, level: int = logging.INFO) -> None:
-    """Send logs to standard error: JSON lines for machines, coloured text for a terminal."""
+    """Send logs to standard error, losing what can't be written: JSON lines for machines, coloured text for a terminal."""
     import structlog
 
     renderer: Any = (
@@ -38,5 +56,5 @@ def configure(*, json: bool, level: int = logging.INFO) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=cast(TextIO, LossyFile(sys.stderr))),
     )

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Final
 
 import msgspec
@@ -159,5 +159,6 @@ def _check_warm(settings: Settings, model: str) -> None:
 
 
 def say(text: str) -> None:
-    """One line about what goes on, on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    """One line about what goes on, on standard error. Lost where it can't be written: the server goes on."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
