@@ -19,7 +19,7 @@ from tests.ledger.relay import relayed
 
 from perdure.domain import ids
 from perdure.domain.errors import Unavailable
-from perdure.domain.lease import LEASE_MS, LOCK_FREE_MS, RENEW_MS, Worker
+from perdure.domain.lease import LEASE_MS, LOCK_FREE_MS, LOCK_TRUST_MS, RENEW_MS, Worker
 from perdure.ports.ledger import Perform, Wake
 from perdure.postgres import workers
 from perdure.postgres.pool import ReadPool
@@ -142,10 +142,11 @@ async def cut_lease(pool: ReadPool, worker_id: UUID) -> int:
     )
 
 
-async def lock_holders(pool: ReadPool, worker_id: UUID) -> int:
+async def lock_holders(pool: ReadPool, worker_id: UUID) -> list[int]:
+    """Who holds a worker's lock, by process."""
     key = worker_id.int & (2**64 - 1)
-    sql = "select count(*) from pg_locks where locktype = 'advisory' and classid::bigint = $1 and objid::bigint = $2"
-    return await pool.fetchval(sql, key >> 32, key & (2**32 - 1))
+    sql = "select pid from pg_locks where locktype = 'advisory' and classid::bigint = $1 and objid::bigint = $2"
+    return [row["pid"] for row in await pool.fetch(sql, key >> 32, key & (2**32 - 1))]
 
 
 async def cut_own(pool: ReadPool) -> None:
@@ -338,6 +339,39 @@ async def test_seat_that_was_taken_is_left_and_another_taken(database_url: str, 
     assert (await row_of(pool, second))["dead_at"] is not None
 
 
+@pytest.mark.rule("MA-C15.1")
+async def test_after_our_own_connection_was_lost_others_have_time_to_come_back(
+    database_url: str, pool: ReadPool
+) -> None:
+    """A standby that took over has been up for long, and a role without rights is not told of a crash: neither proves anything."""
+    seat = Workers(database_url, pool, on_lost=Signal("not lost").set)
+    await seat.start()
+    async with seated(database_url) as silent:
+        silent.send(signal.SIGSTOP)
+        assert await cut_lease(pool, silent.worker_id) == 1
+        await seat.reap()
+        await pool.execute(
+            "update worker set lock_free_since = clock_timestamp() - interval '1 minute', lease_until = clock_timestamp()"
+            " where id = $1",
+            silent.worker_id,
+        )
+        settled = "select clock_timestamp() - pg_postmaster_start_time() > $1 * interval '1 millisecond'"
+        await until(lambda: pool.fetchval(settled, LOCK_TRUST_MS))
+        [before] = await lock_holders(pool, seat.id)
+        assert await cut_lease(pool, seat.id) == 1
+
+        async def is_back() -> bool:
+            return await lock_holders(pool, seat.id) not in ([], [before])
+
+        await until(is_back)
+        assert seat.may_start()
+        await seat.reap()
+        assert (await row_of(pool, silent.worker_id))["dead_at"] is None
+        # Seen by a process that lost nothing, the same signs are proof.
+        assert await until(lambda: find_dead(pool, seat.identity)) == [silent.worker_id]
+    await seat.stop()
+
+
 async def test_turns_of_a_missing_worker_are_orphaned_and_the_rules_see_it_dead(
     database_url: str, pool: ReadPool, me: Identity
 ) -> None:
@@ -463,7 +497,7 @@ async def test_frozen_network_stops_new_calls_until_the_lease_is_renewed_on_anot
 
         async def locked_again() -> bool:
             await find_dead(pool, me)
-            return await lock_holders(pool, lease.identity.id) == 1 and lease.may_start()
+            return len(await lock_holders(pool, lease.identity.id)) == 1 and lease.may_start()
 
         await until(locked_again)
         assert not lost.is_set()

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 from uuid import UUID, uuid4
@@ -204,8 +205,13 @@ class WorkerLease:
         *,
         on_lost: Callable[[], None],
         tick_ms_max: int = TICK_MS_MAX,
+        has_been: bool = False,
     ) -> None:
+        """`has_been`: this process was connected before, under another id."""
         self.identity = identity
+        self.back_since: datetime | None = None
+        """When our connection came back, if it was ever lost: everybody else's may have been, and theirs may need a while."""
+        self._has_been = has_been
         self._url = url
         self._on_lost = on_lost
         self._tick_ms_max = tick_ms_max
@@ -295,6 +301,9 @@ class WorkerLease:
         if self._connection is None or self._connection.is_closed():
             self._drop()
             self._connection = await connect(self._url, application_name="perdure-lease", hot=True)
+            if self._has_been:
+                self.back_since = await self._connection.fetchval("select clock_timestamp()")
+            self._has_been = True
         if not self._locked:
             self._locked = bool(
                 await self._connection.fetchval("select pg_try_advisory_lock($1)", self.identity.lock_key)
@@ -420,8 +429,13 @@ class Workers:
             await self._lease.stop()
 
     async def reap(self) -> list[tuple[UUID, UUID]]:
-        """Bury the dead, and say which threads have lost their worker (session, thread). Raises `Unavailable`."""
-        await find_dead(self._pool, self.identity)
+        """Bury the dead, and say which threads have lost their worker (session, thread). Raises `Unavailable`.
+
+        While we can't renew our own lease, others most likely can't either: then only those whose process is gone count as dead.
+        """
+        assert self._lease is not None, "start it first"
+        up_since = self._lease.back_since if self.may_start() else datetime.max.replace(tzinfo=UTC)
+        await find_dead(self._pool, self.identity, up_since=up_since)
         return await orphaned_threads(self._pool)
 
     async def _join(self) -> None:
@@ -431,7 +445,7 @@ class Workers:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._on_lost)
 
-        lease = WorkerLease(self._url, own_identity(), on_lost=lost)
+        lease = WorkerLease(self._url, own_identity(), on_lost=lost, has_been=self._lease is not None)
         await lease.start()
         self._lease = lease
 
@@ -441,8 +455,11 @@ class Workers:
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
 
-async def find_dead(pool: ReadPool, me: Identity) -> list[UUID]:
-    """Look at every other worker, and bury those that `domain.lease` counts as dead; their ids. Safe in many processes at once."""
+async def find_dead(pool: ReadPool, me: Identity, *, up_since: datetime | None = None) -> list[UUID]:
+    """Look at every other worker, and bury those that `domain.lease` counts as dead; their ids. Safe in many processes at once.
+
+    `up_since`: when the database came up for us. It may not tell: to a role without rights, or when a standby took over.
+    """
     if await pool.fetchval(_ANY_MISSING_SQL):
         await pool.execute(_MISSING_SQL)
     if not await pool.fetch(_LIVE_SQL, me.id):
@@ -451,10 +468,11 @@ async def find_dead(pool: ReadPool, me: Identity) -> list[UUID]:
     found: list[tuple[Worker, bool]] = []
     for row in await pool.fetch(_OBSERVE_SQL, me.id):
         values = dict(row)
-        now, up_since = values.pop("now"), values.pop("up_since")
+        now, told = values.pop("now"), values.pop("up_since")
+        since = told if up_since is None else max(told, up_since)
         worker = Worker(**values)
         gone = is_process_gone(worker, me)
-        if is_dead(worker, Evidence(now=now, database_up_since=up_since, process_gone=gone)):
+        if is_dead(worker, Evidence(now=now, database_up_since=since, process_gone=gone)):
             found.append((worker, gone))
     return await bury(pool, found) if found else []
 
