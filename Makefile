@@ -5,6 +5,9 @@ UV := $(VENV)/bin/uv
 RUN := $(VENV)/bin
 STAMP := $(VENV)/.synced
 MSG ?=
+# As it was typed: neither make nor the shell has a say in what is in it.
+override MSG := $(value MSG)
+export MSG
 TESTS ?= tests
 
 .DEFAULT_GOAL := help
@@ -28,7 +31,7 @@ run: $(STAMP) ## start everything embedded and chat; MSG="..." sends one message
 ifeq ($(strip $(MSG)),)
 	$(RUN)/perdure run
 else
-	@$(RUN)/perdure run -- "$(MSG)"
+	@$(RUN)/perdure run -- "$$MSG"
 endif
 
 test: $(STAMP) ## the whole suite

@@ -52,6 +52,9 @@ REVIVE_S: Final = 1.0
 HOUSEKEEPING_S: Final = 60.0
 REAP_S: Final = 2.0
 WRITTEN_S: Final = 1.0
+SILENCE_MARGIN_S: Final = 5.0
+"""The turn gives a silent provider up first, and knows why; its connection is closed for it."""
+
 """How long a note that a response was written out may stay in memory only."""
 
 VERSION: Final = version("perdure")
@@ -85,8 +88,13 @@ class Server:
 
 
 @asynccontextmanager
-async def open_database(settings: Settings) -> AsyncGenerator[tuple[str, EmbeddedPostgres | None]]:
-    """The database's URL, migrated; an embedded PostgreSQL is started, kept alive and, if nobody else needs it, stopped."""
+async def open_database(
+    settings: Settings, *, prepare: Callable[[str], Awaitable[object]] | None = None
+) -> AsyncGenerator[tuple[str, EmbeddedPostgres | None]]:
+    """The database's URL, migrated unless `prepare` does something else first.
+
+    An embedded PostgreSQL is started, kept alive and, if nobody else needs it, stopped.
+    """
     embedded: EmbeddedPostgres | None = None
     reviving: asyncio.Task[None] | None = None
     if settings.database_url is None:
@@ -95,7 +103,7 @@ async def open_database(settings: Settings) -> AsyncGenerator[tuple[str, Embedde
         reviving = asyncio.create_task(_keep_alive(embedded), name="revive-postgres")
     url = settings.database_url or (embedded.url if embedded is not None else "")
     try:
-        await _migrate(url)
+        await (prepare or _migrate)(url)
         yield url, embedded
     finally:
         if reviving is not None:
@@ -124,6 +132,18 @@ async def _migrate(url: str) -> list[str]:
         await connection.close()
 
 
+async def _check_migrated(url: str) -> None:
+    connection = await connect(url, application_name="perdure-migrate", hot=False)
+    try:
+        missing = await migrations.pending(connection)
+    finally:
+        await connection.close()
+    if missing:
+        raise migrations.MigrationError(
+            f"the database lacks {', '.join(missing)}: run `perdure migrate`, or start a server"
+        )
+
+
 async def migrate(settings: Settings) -> list[str]:
     """Bring the database up to this version; the names of the migrations applied."""
     if settings.database_url is not None:
@@ -138,8 +158,8 @@ async def migrate(settings: Settings) -> list[str]:
 
 @asynccontextmanager
 async def open_catalog(settings: Settings) -> AsyncGenerator[Catalog]:
-    """Database and catalog alone, for the verbs that manage keys and workspaces."""
-    async with open_database(settings) as (url, _):
+    """Database and catalog alone, for the verbs that manage keys and workspaces. Raises `MigrationError` unless it is migrated."""
+    async with open_database(settings, prepare=_check_migrated) as (url, _):
         pool = ReadPool(url)
         try:
             yield PostgresCatalog(pool)
@@ -154,7 +174,11 @@ async def open_server(
     """Run the parts of a process that `api` and `worker` ask for, until the context ends."""
     telemetry.configure(json=settings.log_json, level=getattr(logging, settings.log_level.upper()))
     models = Router(
-        RouterSettings(anthropic_api_key=settings.anthropic_api_key, anthropic_base_url=settings.anthropic_base_url)
+        RouterSettings(
+            anthropic_api_key=settings.anthropic_api_key,
+            anthropic_base_url=settings.anthropic_base_url,
+            silence_s=settings.model_stall_ms / 1000 + SILENCE_MARGIN_S,
+        )
     )
     warming: asyncio.Task[None] | None = None
     if worker:
@@ -259,7 +283,10 @@ class _Parts:
 
     async def start_api(self, server: Server) -> str:
         """Serve HTTP; streams end first on the way down, then requests."""
-        authenticator = Authenticator(self.catalog)
+        authenticator = Authenticator(
+            self.catalog,
+            on_trouble=lambda e: self.log.error("auth_failed", error=f"{type(e).__name__}: {e}"),
+        )
         services = Services(
             ledger=self.ledger,
             catalog=self.catalog,

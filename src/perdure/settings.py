@@ -158,7 +158,7 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, *, f
     given = {name: g for name, g in _from_file(file).items() if g.value != ""}
     for name in _TYPES:
         variable = ENV_PREFIX + name.upper()
-        if environ.get(variable):
+        if environ.get(variable) and variable not in foreign_variables(environ):
             given[name] = _Given(environ[variable], f"the environment variable {variable}")
     if "anthropic_api_key" not in given and environ.get(PROVIDER_KEY_VARIABLE):
         source = f"the environment variable {PROVIDER_KEY_VARIABLE}"
@@ -169,11 +169,17 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ, *, f
     return Settings(**{name: _checked(name, *one) for name, one in given.items()})
 
 
+def foreign_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables named like our settings that Kubernetes makes for a service named `perdure`: the address of that service, not a port."""
+    variable = f"{ENV_PREFIX}PORT"
+    return [variable] if environ.get(variable, "").startswith(("tcp://", "udp://", "sctp://")) else []
+
+
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Variables of our prefix that nothing reads: most likely misspelt."""
+    """Variables of our prefix that nothing reads: most likely misspelt, or another program's."""
     known = {ENV_PREFIX + name.upper() for name in _TYPES}.union(OTHER_VARIABLES)
     ours = (name for name in environ if name.startswith(ENV_PREFIX) and not name.startswith(OTHER_PREFIXES))
-    return sorted(name for name in ours if name not in known)
+    return sorted([*(name for name in ours if name not in known), *foreign_variables(environ)])
 
 
 def _checked(name: str, value: Any, source: str) -> Any:

@@ -25,7 +25,9 @@ async def test_a_stalled_stream_is_called_again(site: Site, silent_after: int) -
     [error] = session.seen("session.error")
     assert error["error"]["retry_status"] == {"type": "retrying"}
     assert await session.texts() == ["second try", "queued"]
-    assert [s["is_error"] for s in session.seen("span.model_request_end")] == [True, False, False]
+    spans = session.seen("span.model_request_end")
+    assert [s["is_error"] for s in spans] == [True, False, False]
+    assert [s["model_usage"]["input_tokens"] > 0 for s in spans] == [True, True, True], "what it took in is paid for"
     assert all("three deltas" not in str(r.body["messages"]) for r in site.requests)
     await site.requests[0].ended.wait(5)
     assert site.requests[0].cancelled
@@ -65,6 +67,8 @@ async def test_an_interrupt_during_the_stall(site: Site, silent_after: int | Non
     assert await session.idle(2) == "end_turn"
     assert await session.texts() == ["queued done"]
     assert session.seen("session.error") == []
+    spans = session.seen("span.model_request_end")
+    assert [s["model_usage"]["input_tokens"] > 0 for s in spans] == [bool(silent_after), True]
     await session.go_on(idles=3)
 
 

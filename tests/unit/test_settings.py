@@ -135,6 +135,14 @@ def test_misspelt_variables_are_found_and_those_of_other_programs_are_not() -> N
     assert unknown_variables(environ) == ["PERDURE_PROT"]
 
 
+def test_the_address_of_a_service_is_no_port() -> None:
+    """Kubernetes names it like our setting, where the service is called `perdure`."""
+    environ = {"PERDURE_PORT": "tcp://10.0.0.7:8700", "PERDURE_CONCURRENCY": "5"}
+    loaded = load({}, environ)
+    assert (loaded.port, loaded.concurrency) == (8700, 5)
+    assert unknown_variables(environ) == ["PERDURE_PORT"]
+
+
 def test_every_variable_that_our_own_programs_read_is_known() -> None:
     files = [path for room in ("src", "bench") for path in (ROOT / room).rglob("*.py")] + [ROOT / "Makefile"]
     names = {name for path in files for name in re.findall(r"PERDURE_[A-Z_]*[A-Z]", path.read_text("utf-8"))}

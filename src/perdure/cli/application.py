@@ -398,7 +398,10 @@ def _settings(flags: dict[str, Any]) -> "Settings":
     from perdure.settings import BadSetting, load, unknown_variables
 
     for name in unknown_variables(os.environ):
-        print(f"perdure: nothing reads the environment variable {name}: is it misspelt?", file=sys.stderr)
+        print(
+            f"perdure: nothing reads the environment variable {name}: is it misspelt, or another program's?",
+            file=sys.stderr,
+        )
     try:
         return load(flags)
     except BadSetting as bad:

@@ -85,8 +85,11 @@ class Authenticator:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         cache_s: float = CACHE_S,
         check_s: float = CHECK_S,
+        on_trouble: Callable[[Exception], None] | None = None,
     ) -> None:
+        """`on_trouble` is told of errors that no outage explains; the checks go on all the same."""
         self._catalog = catalog
+        self._on_trouble = on_trouble
         self._now = now
         self._cache_s = cache_s
         self._check_s = check_s
@@ -162,12 +165,15 @@ class Authenticator:
         """Check watched keys and write last uses, each second, until cancelled. Runs in every process that serves requests."""
         while True:
             await asyncio.sleep(self._check_s)
-            try:
-                await self.check_watched()
-                await self.flush()
-            except Unavailable:
-                # Nobody is cut off because the catalog is away: requests are refused meanwhile, and streams carry no news.
-                continue
+            for work in (self.check_watched, self.flush):
+                try:
+                    await work()
+                except Unavailable:
+                    # Nobody is cut off because the catalog is away: requests are refused meanwhile, and streams carry no news.
+                    pass
+                except Exception as error:  # noqa: BLE001  a supervised loop
+                    if self._on_trouble is not None:
+                        self._on_trouble(error)
 
     async def check_watched(self) -> None:
         """Look up every key that holds a stream open, and tell the streams of those that are revoked."""
@@ -185,6 +191,6 @@ class Authenticator:
         used, self._used = self._used, {}
         try:
             await self._catalog.touch_keys(used)
-        except Unavailable:
+        except BaseException:
             self._used = used | self._used
             raise

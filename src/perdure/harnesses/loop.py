@@ -32,6 +32,8 @@ from perdure.ports.model import (
     ModelRequest,
     ModelRouter,
     ModelUnknown,
+    Progress,
+    Usage,
 )
 
 STALL_MS: Final = 120_000
@@ -85,7 +87,7 @@ class LoopPerformer:
     async def _model(self, step: Step, found: StepInput, stop: asyncio.Event) -> StepOutcome:
         agent: dict[str, Any] = msgspec.json.decode(found.config.agent)
         place = Place(step.turn_id, step.ordinal, step.try_no)
-        blocks: list[tuple[int, ModelBlock]] = []
+        reading = _Reading()
 
         def judge(name: str, arguments: dict[str, Any]) -> Any:
             return judge_call(agent, name, arguments)
@@ -96,7 +98,7 @@ class LoopPerformer:
             return ModelErred(step_id=step.id, code=_OTHER_ERROR, message=str(unknown), retryable=False)
         request = await self._request(step, agent, name)
         stream: AsyncGenerator[ModelEvent, None] = model.stream(request)  # pyright: ignore[reportAssignmentType]
-        consume = asyncio.ensure_future(self._consume(step, place, stream, blocks))
+        consume = asyncio.ensure_future(self._consume(step, place, stream, reading))
         try:
             ended = await _unless(consume, stop)
         except ModelFailed as failed:
@@ -106,9 +108,15 @@ class LoopPerformer:
             await asyncio.gather(consume, return_exceptions=True)
             await stream.aclose()
         if ended is None:
-            reply = assemble(place, blocks, judge, stop_reason=None)
-            return Stopped(step_id=step.id, blocks=reply.blocks, calls=reply.calls, transcript=reply.transcript)
-        reply = assemble(place, blocks, judge, stop_reason=ended.stop_reason)
+            reply = assemble(place, reading.blocks, judge, stop_reason=None)
+            return Stopped(
+                step_id=step.id,
+                blocks=reply.blocks,
+                calls=reply.calls,
+                transcript=reply.transcript,
+                usage=reading.usage,
+            )
+        reply = assemble(place, reading.blocks, judge, stop_reason=ended.stop_reason)
         return ModelReplied(
             step_id=step.id,
             blocks=reply.blocks,
@@ -136,9 +144,9 @@ class LoopPerformer:
         return own if own is not None else self._definitions[name]
 
     async def _consume(
-        self, step: Step, place: Place, stream: AsyncGenerator[ModelEvent, None], blocks: list[tuple[int, ModelBlock]]
+        self, step: Step, place: Place, stream: AsyncGenerator[ModelEvent, None], reading: "_Reading"
     ) -> Ended:
-        """Read the reply to its end; completed blocks are kept in `blocks` as they come."""
+        """Read the reply to its end; completed blocks and what was used are kept in `reading` as they come."""
         offsets: dict[int, int] = {}
         while True:
             try:
@@ -146,9 +154,10 @@ class LoopPerformer:
                     event = await anext(stream)
             except TimeoutError:
                 message = f"The model sent nothing for {self._stall_ms / 1000:g} s."
-                raise ModelFailed("stalled", message, retryable=True) from None
+                raise ModelFailed("stalled", message, retryable=True, usage=reading.usage) from None
             except StopAsyncIteration:
-                raise ModelFailed("request_failed", "The reply ended before it was complete.", retryable=True) from None
+                message = "The reply ended before it was complete."
+                raise ModelFailed("request_failed", message, retryable=True, usage=reading.usage) from None
             match event:
                 case BlockOpened(index, kind) if kind in ("text", "thinking"):
                     self._show_start(step, place.item(index), is_text=kind == "text")
@@ -157,7 +166,9 @@ class LoopPerformer:
                     self._show_delta(step, place.item(index), offsets[index], text)
                     offsets[index] += len(text)
                 case BlockClosed(index, block):
-                    blocks.append((index, block))
+                    reading.blocks.append((index, block))
+                case Progress(usage) if usage is not None:
+                    reading.usage = usage
                 case Ended():
                     return event
                 case _:
@@ -201,6 +212,14 @@ class LoopPerformer:
             transcript=tool_result(call_id(step.item_id), result.content, is_error=result.is_error),
             is_error=result.is_error,
         )
+
+
+class _Reading:
+    """How far a reply has come: what an interrupt or a stall leaves of it."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[int, ModelBlock]] = []
+        self.usage: Usage | None = None
 
 
 async def _unless(work: "asyncio.Future[Any]", stop: asyncio.Event) -> Any:

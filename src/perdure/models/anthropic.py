@@ -25,9 +25,6 @@ OFFICIAL_BASE_URL: Final = "https://api.anthropic.com"
 # A provider that can't be reached in this time is down or blocked; waiting longer only delays the recorded retry.
 CONNECT_TIMEOUT_S: Final = 5.0
 
-# Pings come every few seconds, so silence of this length means that the connection is dead.
-READ_TIMEOUT_S: Final = 120.0
-
 FAST_MODE_BETA: Final = "fast-mode-2026-02-01"
 
 # What `output_config.effort` takes.
@@ -37,7 +34,9 @@ EFFORTS: Final = frozenset({"low", "medium", "high", "xhigh", "max"})
 class AnthropicModel:
     """The provider `anthropic`. One client, made on first use, shared by all calls of this process."""
 
-    def __init__(self, api_key: str, base_url: str | None = None) -> None:
+    def __init__(self, api_key: str, base_url: str | None = None, *, silence_s: float = 120.0) -> None:
+        """`silence_s`: pings come every few seconds, so a connection that gives nothing for so long is dead."""
+        self._silence_s = silence_s
         self._api_key = api_key
         # Always explicit: the SDK would otherwise take ANTHROPIC_BASE_URL, which points clients at this very server.
         self.base_url = base_url or OFFICIAL_BASE_URL
@@ -76,7 +75,7 @@ class AnthropicModel:
                 api_key=self._api_key,
                 base_url=self.base_url,
                 max_retries=0,  # retries are steps of ours, on record
-                timeout=httpx2.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+                timeout=httpx2.Timeout(self._silence_s, connect=CONNECT_TIMEOUT_S),
             )
         return self._client
 

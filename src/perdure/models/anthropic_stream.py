@@ -132,11 +132,11 @@ class ReplyReader:
                 yield from self._stop(data)
             case "message_start":
                 self._note_usage(_mapping(data, "message").get("usage"))
-                yield Progress()
+                yield Progress(self.usage)
             case "message_delta":
                 self._note_usage(data.get("usage"))
                 self._note_stop(_mapping(data, "delta"))
-                yield Progress()
+                yield Progress(self.usage)
             case "message_stop":
                 yield self._end()
             case _:

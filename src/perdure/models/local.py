@@ -45,8 +45,6 @@ TEMPERATURE: Final = 0.1
 # Loading takes about a second; a cold disk on a busy machine takes longer.
 START_DEADLINE_S: Final = 60.0
 
-# Reading a full context takes well below this on two slow cores.
-READ_TIMEOUT_S: Final = 120.0
 CONNECT_TIMEOUT_S: Final = 5.0
 
 # Whoever waits for a slot hears from us more often than any deadline on silence.
@@ -74,7 +72,9 @@ class _Child:
 class LocalModel:
     """The provider `local`. At most one child process, and as many calls at once as that has slots; others wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, silence_s: float = 120.0) -> None:
+        """`silence_s`: reading a full context takes well below two minutes on two slow cores; a child silent for longer hangs."""
+        self._silence_s = silence_s
         self._child: _Child | None = None
         self._starting = asyncio.Lock()
         self._slots = asyncio.Semaphore(SLOTS)
@@ -144,7 +144,7 @@ class LocalModel:
                 dead, self._child = self._child, None
                 await dead.end()
             if self._child is None:
-                self._child = await _start()
+                self._child = await _start(self._silence_s)
             return self._child
 
     async def _give_up(self, child: _Child) -> None:
@@ -155,12 +155,14 @@ class LocalModel:
                 await child.end()
 
 
-async def _start() -> _Child:
+async def _start(silence_s: float) -> _Child:
     """Start a child and wait until it serves. A failed or cancelled start leaves no process."""
     import httpx2
 
     process = await asyncio.create_subprocess_exec(
         sys.executable,
+        # Without the current folder among its modules: whatever lies there is not ours.
+        "-P",
         "-m",
         "perdure.models.local_child",
         stdin=asyncio.subprocess.PIPE,
@@ -177,7 +179,7 @@ async def _start() -> _Child:
     client = httpx2.AsyncClient(
         base_url=hello["address"],
         headers={"authorization": f"Bearer {hello['key']}"},
-        timeout=httpx2.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+        timeout=httpx2.Timeout(silence_s, connect=CONNECT_TIMEOUT_S),
         trust_env=False,  # a proxy has no business between us and our own child
     )
     return _Child(process, client)

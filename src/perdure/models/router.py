@@ -24,6 +24,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     anthropic_api_key: str | None = None
     anthropic_base_url: str | None = None
+    silence_s: float = 120.0
+    """How long a provider's connection may be silent before it is given up: a little longer than the turn waits for it."""
 
 
 class Router:
@@ -86,9 +88,11 @@ class Router:
         match provider:
             case "anthropic":
                 key = self._settings.anthropic_api_key or PLACEHOLDER_KEY
-                return AnthropicModel(key, self._settings.anthropic_base_url or None)
+                return AnthropicModel(
+                    key, self._settings.anthropic_base_url or None, silence_s=self._settings.silence_s
+                )
             case "local":
-                return LocalModel()
+                return LocalModel(silence_s=self._settings.silence_s)
             case "scripted":
                 return ScriptedModel()
 

@@ -108,7 +108,10 @@ class BlockClosed(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Bytes arrived that mean nothing to us (a ping). The connection is alive."""
+    """Bytes arrived that are no content (a ping). The connection is alive."""
+
+    usage: Usage | None = None
+    """All that the call has used so far, when they told it."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """Keys: their form, how long one is believed, and what revoking does."""
 
 import asyncio
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
@@ -11,7 +12,9 @@ from tests.unit.http.serving import VERSION, Serving
 from perdure.core.auth import CACHE_MAX, FORM, Authenticator, digest_of, make_key
 from perdure.domain.errors import Unavailable
 from perdure.http.auth import workspace_wire_id
+from perdure.ports.catalog import KeyRecord
 from perdure.testing.oracle_catalog import OracleCatalog
+from perdure.testing.signals import Signal
 
 WORKSPACE, KEY_ID = UUID(int=7), UUID(int=8)
 KEY = make_key(bytes(range(32)))
@@ -114,6 +117,37 @@ async def test_uses_wait_while_the_database_is_away() -> None:
     catalog.away = False
     await authenticator.flush()
     assert (await catalog.read_keys())[0].last_used_at is not None
+
+
+async def test_an_error_that_nobody_foresaw_ends_neither_checks_nor_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a revoked key would keep its streams for ever."""
+    catalog = await catalog_with_key()
+    troubles, told = list[str](), Signal("the key is revoked")
+    authenticator = Authenticator(catalog, cache_s=0, check_s=0.001, on_trouble=lambda e: troubles.append(str(e)))
+    await authenticator.authenticate(KEY.secret)
+    find_key, touch_keys, noted = catalog.find_key, catalog.touch_keys, Signal("the use is written")
+
+    async def find_or_fail(digest: bytes) -> KeyRecord | None:
+        if "look" not in troubles:
+            raise ValueError("look")
+        return await find_key(digest)
+
+    async def touch_or_fail(used: Mapping[UUID, datetime]) -> None:
+        if "touch" not in troubles:
+            raise ValueError("touch")
+        await touch_keys(used)
+        noted.set()
+
+    monkeypatch.setattr(catalog, "find_key", find_or_fail)
+    monkeypatch.setattr(catalog, "touch_keys", touch_or_fail)
+    authenticator.watch(KEY_ID, told.set)
+    running = asyncio.create_task(authenticator.run())
+    await noted.wait(5)
+    await catalog.revoke_key(KEY_ID)
+    await told.wait(5)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert sorted(set(troubles)) == ["look", "touch"]
 
 
 # ------------------------------------------------------------------------------------------------------------ over a socket

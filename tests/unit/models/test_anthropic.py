@@ -79,7 +79,7 @@ async def test_text_arrives_in_pieces_and_whole(server: ModelServer, model: Anth
     )
     server.enqueue(Reply(Text("Paris is the capital. ☂"), chunk_chars=4, usage=usage))
     events = await collect(model, ask(system="Be brief."))
-    assert events[0] == Progress()
+    assert isinstance(events[0], Progress) and events[0].usage is not None and events[0].usage.input_tokens == 7
     assert BlockOpened(0, "text") in events
     assert shown(events) == "Paris is the capital. ☂"
     assert blocks(events) == [TextBlock("Paris is the capital. ☂")]

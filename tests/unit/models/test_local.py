@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -51,6 +52,18 @@ def ended(events: list[ModelEvent]) -> Ended:
     last = events[-1]
     assert isinstance(last, Ended)
     return last
+
+
+async def test_the_child_takes_no_module_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('not yours')")
+    monkeypatch.chdir(tmp_path)
+    own = LocalModel()
+    try:
+        assert ended(await collect(own, ask("Hi", max_tokens=1)))
+    finally:
+        await own.close()
 
 
 def exited(pid: int, deadline_s: float) -> bool:

@@ -6,8 +6,8 @@ from perdure.models.anthropic import AnthropicModel
 from perdure.models.local import LocalModel
 from perdure.models.router import Router, RouterSettings
 from perdure.models.scripted import ScriptedModel
-from perdure.ports.model import ModelRequest, ModelUnknown
-from perdure.testing.model_server import ModelServer, Reply, Text
+from perdure.ports.model import ModelFailed, ModelRequest, ModelUnknown
+from perdure.testing.model_server import Gate, ModelServer, Reply, Text
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,25 @@ async def test_a_provider_is_made_once_until_it_is_closed() -> None:
     assert router.resolve("anthropic/claude-y")[0] is first
     await router.close()
     assert router.resolve("claude-x")[0] is not first
+    await router.close()
+
+
+async def test_a_silent_connection_is_given_up_when_the_settings_say(server: ModelServer) -> None:
+    """So a time of silence longer than the usual one is waited out, and a shorter one too."""
+    settings = RouterSettings(anthropic_api_key="sk-test", anthropic_base_url=server.base_url, silence_s=0.05)
+    router = Router(settings)
+    server.enqueue(Reply(Text("never"), gate=Gate()))
+    model, name = router.resolve("claude-x")
+    request = ModelRequest(
+        model=name,
+        system=None,
+        messages=[{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+        tools=[],
+        max_tokens=64,
+    )
+    with pytest.raises(ModelFailed, match="can't be reached"):
+        async for _ in model.stream(request):
+            pass
     await router.close()
 
 
