@@ -99,7 +99,8 @@ def _is_database_url(url: str) -> bool:
     )
 
 
-def _is_web_url(url: str) -> bool:
+def is_web_url(url: str) -> bool:
+    """Whether requests can be sent there."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -107,7 +108,8 @@ def _is_web_url(url: str) -> bool:
         return False
 
 
-def _is_header_value(key: str) -> bool:
+def is_header_value(key: str) -> bool:
+    """Whether a key can be sent as a header."""
     return key.isascii() and key.isprintable() and " " not in key
 
 
@@ -121,8 +123,8 @@ RULES: Final[Mapping[str, Rule]] = {
     "engine": _one_of("embedded"),
     "bus": _one_of("auto", "inprocess", "notify"),
     "concurrency": _whole(1, 10_000, "with none no turn runs; each holds a connection, of which a process has no more"),
-    "anthropic_api_key": Rule("printable ASCII without blanks, because it is sent as a header", _is_header_value),
-    "anthropic_base_url": Rule("of the form https://HOST or http://HOST:PORT", _is_web_url),
+    "anthropic_api_key": Rule("printable ASCII without blanks, because it is sent as a header", is_header_value),
+    "anthropic_base_url": Rule("of the form https://HOST or http://HOST:PORT", is_web_url),
     "warm_model": Rule("the name of a model, like local/smollm2", lambda name: bool(name.strip())),
     "model_stall_ms": _whole(
         1_000,

@@ -149,7 +149,7 @@ async def test_statuses_follow_each_other_as_they_may(served: Served) -> None:
     """One session through everything that changes its status; each step is one that the rules have."""
     told = await served.make_session(tools=[ASK_BASH, CUSTOM])
     told.script.enqueue(
-        Failure(529, "overloaded_error", "Overloaded", retry_after=0),
+        Failure(529, "overloaded_error", "Overloaded", retry_after="0.01"),
         Reply(Call("lookup"), Call("lookup")),
         Reply(Text("resumed")),
         Reply(Text("waited")),

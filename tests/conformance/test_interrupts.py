@@ -126,8 +126,11 @@ async def test_an_interrupt_may_name_the_thread_and_no_other(served: Served) -> 
     thread = (await served.ok("GET", f"{told.path}/threads"))["data"][0]["id"]
     with pytest.raises(anthropic.BadRequestError, match="session_thread_id"):
         await told.send({**INTERRUPT, "session_thread_id": "sthr_" + "1" * 26})
-    await told.send({**INTERRUPT, "session_thread_id": thread})
-    assert statuses_of(await told.until_idle()) == ["running", "idle"]
+    [echo] = await told.send({**INTERRUPT, "session_thread_id": thread})
+    assert echo["session_thread_id"] == thread
+    listed = await told.until_idle()
+    assert statuses_of(listed) == ["running", "idle"]
+    assert [e["session_thread_id"] for e in only(listed, "user.interrupt")] == [thread]
 
 
 @pytest.mark.rule("MA-C8.11", "MA-C8.10")

@@ -21,11 +21,11 @@ from perdure.testing.trail import (
     trail_of,
 )
 
-SOON = 0
+SOON = "0.01"
 """`Retry-After` of a provider that is in no hurry to be spared."""
 
 
-def overloaded(retry_after: int | None = SOON) -> Failure:
+def overloaded(retry_after: str | int | None = SOON) -> Failure:
     """The failure that may be tried again."""
     return Failure(529, "overloaded_error", "Overloaded", retry_after=retry_after)
 

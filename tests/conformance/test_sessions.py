@@ -134,11 +134,14 @@ async def test_update_of_title_and_metadata(served: Served) -> None:
     cleared = await sessions.update(told.id, title=None)
     assert cleared.title is None
     assert (await told.events())[-1]["title"] is None
+    emptied = await sessions.update(told.id, metadata={"b": None, "c": None}, title="last")
+    assert emptied.metadata == {}
+    assert (await told.events())[-1].keys() == {"id", "type", "processed_at", "title"}
     await refused(sessions.update(told.id, vault_ids=["vlt_1"]), "vault_ids")
     await refused(sessions.update(told.id, extra_body={"budget": {"type": "limit"}}), "budget")
     await refused(sessions.update(told.id, metadata={str(n): "v" for n in range(17)}), "metadata")
     await refused(sessions.update(told.id, extra_body={"nope": 1}), "nope")
-    assert len(await told.events()) == 2
+    assert len(await told.events()) == 3
 
 
 @pytest.mark.rule("MA-A1.25", "MA-A1.26")
@@ -265,6 +268,9 @@ async def test_the_primary_thread(served: Served) -> None:
         assert (await threads.retrieve(thread.id, session_id=told.id)).status == await told.status() == "running"
         assert [t.id async for t in threads.list(told.id, statuses=["running"])] == [thread.id]
         assert [t.id async for t in threads.list(told.id, statuses=["idle"], limit=1)] == []
+        assert [t.id async for t in threads.list(told.id, limit=1_000)] == [thread.id]
+        with pytest.raises(anthropic.BadRequestError, match="limit"):
+            await threads.list(told.id, limit=1_001)
         gate.open()
         seen = []
         async for event in opened:

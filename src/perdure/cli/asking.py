@@ -1,13 +1,14 @@
 """Asking the person at the terminal, and what Ctrl-C means while nobody is asked."""
 
 import contextlib
+import io
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from types import FrameType
-from typing import Any, Final, Protocol, TextIO
+from typing import Any, Final, Protocol, TextIO, cast
 
 from perdure.cli.exits import REFUSED, CommandFailed, Left
 from perdure.cli.text import harmless
@@ -71,6 +72,9 @@ class LineAsker:
 
 def make_asker() -> Asker:
     """For the standard input of this process."""
+    if cast(TextIO | None, sys.stdin) is None:
+        # Closed by whoever started us.
+        return LineAsker(io.StringIO(), sys.stderr)
     return TerminalAsker() if sys.stdin.isatty() and sys.stdout.isatty() else LineAsker(sys.stdin, sys.stderr)
 
 

@@ -1,6 +1,7 @@
 """A whole server in a thread of this process, for `perdure run`: the terminal keeps the main thread, and with it Ctrl-C."""
 
 import asyncio
+import contextlib
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ class BackgroundServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._stop: asyncio.Event | None = None
+        self._given_up = False
 
     def start(self) -> Server:
         """Return once requests are answered. Raises whatever kept the server from starting."""
@@ -36,9 +38,13 @@ class BackgroundServer:
 
     def stop(self) -> None:
         """Drain and end. Repeatable."""
+        # Before the loop is looked for: one that comes later sees this.
+        self._given_up = True
         running, loop = self._running, self._loop
-        if running is not None and loop is not None and not running.done():
-            loop.call_soon_threadsafe(self._end)
+        if running is not None and not running.done():
+            if loop is not None:
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._end)
             wait((running,), timeout=STOP_S)
         self._executor.shutdown(wait=False)
 
@@ -58,6 +64,8 @@ class BackgroundServer:
     async def _serve(self) -> None:
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         self._stop = asyncio.Event()
+        if self._given_up:
+            return
         await check_database(self._settings)
         async with open_server(self._settings, api=True, worker=True) as server:
             self._ready.set_result(server)

@@ -14,7 +14,7 @@ import httpx2
 import msgspec
 
 from perdure.cli.credentials import Target
-from perdure.cli.exits import CommandFailed
+from perdure.cli.exits import REFUSED, CommandFailed
 
 Json: TypeAlias = dict[str, Any]
 
@@ -127,6 +127,8 @@ class Client:
         for pause_s in (*pauses_s, None):
             try:
                 response = self._http.request(method, path, params=params, json=body, headers=headers)
+            except UnicodeEncodeError:
+                raise CommandFailed("The text is no UTF-8, so it can't be sent.", code=REFUSED) from None
             except httpx2.TransportError as error:
                 if pause_s is None:
                     raise self._unreachable(error) from None

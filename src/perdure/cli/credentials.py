@@ -8,12 +8,11 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, cast
-from urllib.parse import urlsplit
 
 import msgspec
 
 from perdure.cli.exits import REFUSED, CommandFailed
-from perdure.settings import DEFAULT_DATA
+from perdure.settings import DEFAULT_DATA, is_header_value, is_web_url
 
 FILE_NAME: Final = "credentials.json"
 URL_VARIABLE: Final = "PERDURE_URL"
@@ -26,6 +25,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
     url: str | None = None
     """None when no server runs there, as far as the file knows."""
     api_key: str | None = None
+    database_url: str | None = None
     pid: int | None = None
     damage: str | None = None
     """Why there is a file that can't be read."""
@@ -54,7 +54,15 @@ def read_credentials(data: Path) -> Credentials:
     url, api_key, pid = fields.get("url"), fields.get("api_key"), fields.get("pid")
     if not (isinstance(url, str | None) and isinstance(api_key, str | None)):
         return Credentials(damage="url and api_key are not text")
-    return Credentials(url=url, api_key=api_key, pid=pid if isinstance(pid, int) else None)
+    if not (url is None or is_web_url(url)) or not (api_key is None or is_header_value(api_key)):
+        return Credentials(damage="url or api_key is none")
+    database_url = fields.get("database_url")
+    return Credentials(
+        url=url,
+        api_key=api_key,
+        database_url=database_url if isinstance(database_url, str) else None,
+        pid=pid if isinstance(pid, int) else None,
+    )
 
 
 def find_target(
@@ -78,6 +86,8 @@ def find_target(
             "`perdure keys create` makes one where the database is.",
             code=REFUSED,
         )
+    if not is_header_value(chosen_key):
+        raise CommandFailed("The API key can't be used: it has blanks or characters that no key has.", code=REFUSED)
     return Target(chosen_url, chosen_key)
 
 
@@ -99,10 +109,5 @@ def _no_server(data: Path, kept: Credentials) -> CommandFailed:
 
 
 def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        is_fit = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_fit = False
-    if not is_fit:
+    if not is_web_url(url):
         raise CommandFailed(f"The URL {url!r} can't be used: it must start with http:// or https://.", code=REFUSED)

@@ -14,10 +14,10 @@ from perdure.cli.beginning import LOCAL_MODEL, Wish, begin_session
 from perdure.cli.chat import Chat
 from perdure.cli.chatting import converse_anew
 from perdure.cli.client import Client
-from perdure.cli.credentials import Target
+from perdure.cli.credentials import Target, read_credentials
 from perdure.cli.exits import FAILED, OK, CommandFailed, Left
 from perdure.cli.screen import TextScreen, Trail
-from perdure.cli.starting import check_address, explained, is_taken
+from perdure.cli.starting import check_address, explained, hang_up, is_taken
 from perdure.settings import Settings
 
 
@@ -63,16 +63,20 @@ def _one_message(client: Client, message: str, wish: Wish, screen: TextScreen, a
 @contextlib.contextmanager
 def _server(settings: Settings, screen: TextScreen, *, port_given: bool) -> Generator[Target]:
     neighbour = find_neighbour(settings.data)
-    if neighbour is not None:
+    # One on another database than the one that is named is not what is asked for.
+    is_same = settings.database_url in (None, read_credentials(settings.data).database_url)
+    if neighbour is not None and is_same:
         screen.tell(f"Using the server at {neighbour.url}.")
         yield neighbour
         return
-    with _own_server(settings, screen, port_given=port_given) as target:
+    with _own_server(settings, screen, neighbour, port_given=port_given) as target:
         yield target
 
 
 @contextlib.contextmanager
-def _own_server(settings: Settings, screen: TextScreen, *, port_given: bool) -> Generator[Target]:
+def _own_server(
+    settings: Settings, screen: TextScreen, neighbour: Target | None, *, port_given: bool
+) -> Generator[Target]:
     if port_given:
         check_address(settings)
     elif is_taken(settings.host, settings.port):
@@ -87,7 +91,7 @@ def _own_server(settings: Settings, screen: TextScreen, *, port_given: bool) -> 
             server = background.start()
         assert server.url is not None and server.api_key is not None
         screen.tell(f"Ready at {server.url}.")
-        with announced(settings.data, server, None):
+        with announced(settings.data, server, neighbour):
             yield Target(server.url, server.api_key)
     finally:
         background.stop()
@@ -101,7 +105,7 @@ def _on_termination() -> Generator[None]:
         del number, frame
         raise Left
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, *hang_up())}
     try:
         yield
     finally:

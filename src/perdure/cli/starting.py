@@ -1,6 +1,7 @@
 """What is looked at before a server starts, so that a refusal to start says what to do."""
 
 import errno
+import signal
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -103,6 +104,11 @@ def _explain(error: OSError, settings: Settings) -> str:
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
+
+
+def hang_up() -> tuple[signal.Signals, ...]:
+    """SIGHUP, which a closed terminal sends; nothing under nohup, where that is to be ignored."""
+    return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 
 
 def describe_database(settings: Settings) -> str:

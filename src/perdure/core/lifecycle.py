@@ -185,8 +185,12 @@ def archive(draft: Draft, command: ArchiveSession) -> Done | Refused:
         return refused
     terminated = session.state == "terminated"
     _close_turns(draft, "archived")
+    last = session.updated_at
     draft.touch(state="archived", archived_at=draft.now)
-    if not terminated:
+    if terminated:
+        # It ended then: how long it lasted is settled.
+        draft.put(msgspec.structs.replace(draft.session, updated_at=last))
+    else:
         set_phase(draft, next(t.id for t in draft.threads.values() if t.parent_id is None), "terminated")
     return Done()
 

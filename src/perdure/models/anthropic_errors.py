@@ -77,7 +77,10 @@ def failure_of_stream_error(data: Mapping[str, Any], usage: Usage) -> ModelFaile
 
 
 def retry_after_ms(headers: Mapping[str, str], *, now_s: float) -> int | None:
-    """How long the provider asks us to wait; None without a readable header. Seconds, or an HTTP date."""
+    """How long the provider asks us to wait, in seconds or as an HTTP date; None where it asks for nothing that can be waited for.
+
+    Zero or a time that has passed is no wish: taken at its word, all tries would be spent at once.
+    """
     value = headers.get("retry-after", "").strip()
     if not value:
         return None
@@ -88,6 +91,6 @@ def retry_after_ms(headers: Mapping[str, str], *, now_s: float) -> int | None:
             wait_s = parsedate_to_datetime(value).timestamp() - now_s
         except (ValueError, TypeError, OverflowError):
             return None
-    if wait_s != wait_s:
+    if not wait_s > 0:
         return None
-    return int(max(0.0, min(wait_s * 1000, RETRY_AFTER_MS_MAX)))
+    return int(min(wait_s * 1000, RETRY_AFTER_MS_MAX))

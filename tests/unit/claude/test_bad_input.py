@@ -239,7 +239,7 @@ def test_good_events_come_out_in_canonical_form() -> None:
         "custom_result",
         "system",
     ]
-    assert arrivals[0].body == b"{}"
+    assert arrivals[0].body == f'{{"session_thread_id":"{thread}"}}'.encode()
     assert b'"title":"t"' in arrivals[1].body
     assert b"context" not in arrivals[1].body
     assert (arrivals[2].body, arrivals[2].answer) == (b'{"result":"deny","deny_message":"no"}', "deny")

@@ -43,6 +43,13 @@ def test_a_wrong_key_says_where_keys_come_from(server: Answering) -> None:
     stranger.close()
 
 
+def test_what_is_no_text_is_refused_before_it_is_sent(server: Answering, client: Client) -> None:
+    """An argument in another encoding than the terminal's comes with lone surrogates."""
+    with pytest.raises(CommandFailed, match="no UTF-8"):
+        client.post("/v1/agents", {"name": "\udcff"})
+    assert server.requests == []
+
+
 def test_a_server_that_was_never_there_is_missed_soon() -> None:
     pauses: list[float] = []
     lonely = Client(Target("http://127.0.0.1:9", KEY), sleep=pauses.append)

@@ -32,7 +32,17 @@ def test_the_key_of_the_file_goes_to_no_other_server(tmp_path: Path) -> None:
         find_target(tmp_path, {}, url="http://elsewhere")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"url": 1, "api_key": null}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        '{"url": 1, "api_key": null}',
+        '{"url": "http://[", "api_key": "pk"}',
+        '{"url": null, "api_key": "é"}',
+    ],
+)
 def test_a_damaged_file_is_said_to_be_damaged_and_is_no_obstacle(tmp_path: Path, content: str) -> None:
     (tmp_path / "credentials.json").write_text(content)
     assert read_credentials(tmp_path).url is None
@@ -40,6 +50,12 @@ def test_a_damaged_file_is_said_to_be_damaged_and_is_no_obstacle(tmp_path: Path,
         find_target(tmp_path, {})
     assert refused.value.code == 2
     assert find_target(tmp_path, {}, url="http://one", api_key="pk") == Target("http://one", "pk")
+
+
+def test_a_key_that_can_be_no_header_is_refused_and_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match="API key can't be used") as refused:
+        find_target(tmp_path, {}, url="http://one", api_key="pk_\u00e9secret")
+    assert refused.value.code == 2 and "secret" not in str(refused.value)
 
 
 def test_a_server_that_stopped_is_told_apart_from_one_that_never_was(tmp_path: Path) -> None:

@@ -64,6 +64,27 @@ def test_a_second_server_leaves_the_first_one_named_and_run_uses_it(database_url
         assert json.loads(said)["api_key"] == first["api_key"]
 
 
+def test_run_with_another_database_has_a_server_of_its_own(database_url: str, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    with up(database_url, data):
+        first = kept(data)
+        flags = ("--data", str(data), "--model", "scripted/demo", "--database-url")
+        same = perdure("run", *flags, database_url, "--", "[[say: Hello.]]")
+        assert same.returncode == 0 and f"Using the server at {first['url']}." in same.stderr
+        other = perdure("run", *flags, f"{database_url}&application_name=other", "--", "[[say: Hello.]]")
+        assert other.returncode == 0, other.stderr
+        assert "Ready at" in other.stderr and first["url"] not in other.stderr
+        assert kept(data) == first
+
+
+def test_a_closed_standard_input_is_nothing_to_send(database_url: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "perdure", "run", "--data", str(tmp_path), "--database-url", database_url]
+    shell = ["/bin/sh", "-c", 'exec "$@" <&-', "sh", *command]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 2 and "Standard input has no line to send" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_run_leaves_no_address_behind(database_url: str, tmp_path: Path) -> None:
     flags = ("--data", str(tmp_path / "data"), "--port", "0", "--database-url", database_url)
     done = perdure("run", *flags, "--model", "scripted/demo", "--", "[[say: Hello.]]")

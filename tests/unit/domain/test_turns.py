@@ -425,6 +425,10 @@ def test_a_permanent_failure_terminates() -> None:
     assert stage.session.status == "terminated"
     assert stage.inputs()[1] == ("message", "dropped", "session_terminated")
     assert stage.send(message()).code == "session_terminated"
+    ended_at = stage.session.updated_at
+    stage.pass_ms(5_000)
+    stage.commit(ArchiveSession(session_id=SESSION, workspace_id=WORKSPACE))
+    assert (stage.session.state, stage.session.updated_at) == ("archived", ended_at), "it lasts no longer for that"
 
 
 @pytest.mark.rule("MA-C9.2", "MA-C9.3", "MA-C9.4", "MA-C9.5")

@@ -83,6 +83,7 @@ async def test_update_merges_what_is_given(serving: Serving) -> None:
         second = await environments.update(first.id, metadata={"a": None, "b": "", "c": "3"}, config={"type": "cloud"})
         assert second.metadata == {"c": "3", "e": ""}
         assert (second.name, second.description, second.config) == ("E", "d", first.config)
+        assert (await environments.update(first.id, name=None)).name == first.name
         third = await environments.update(first.id, description=None, name="F")
         assert (third.name, third.description) == ("F", None)
         same = await environments.update(first.id, name="F")

@@ -324,7 +324,8 @@ async def test_x_should_retry_false_is_obeyed(server: ModelServer, model: Anthro
 def test_retry_after_reads_dates_and_survives_nonsense() -> None:
     now_s = 1_800_000_000.0
     assert retry_after_ms({"retry-after": formatdate(now_s + 90, usegmt=True)}, now_s=now_s) == 90_000
-    assert retry_after_ms({"retry-after": formatdate(now_s - 90, usegmt=True)}, now_s=now_s) == 0
+    for no_wish in (formatdate(now_s - 90, usegmt=True), "0", "-3", "nan"):
+        assert retry_after_ms({"retry-after": no_wish}, now_s=now_s) is None
     assert retry_after_ms({"retry-after": "1e300"}, now_s=now_s) == 24 * 60 * 60 * 1000
     for nonsense in ("nan", "soon", "", "Mon, 99 Foo 2026"):
         assert retry_after_ms({"retry-after": nonsense}, now_s=now_s) is None

@@ -67,8 +67,10 @@ def _read_arrival(value: Any, path: str, session_id: UUID) -> Arrival:
             return Arrival(kind="system", body=encode({"content": content}), param=path)
         case "user.interrupt":
             given = read_object(value, path, known=("type", "session_thread_id"))
-            _check_thread(given.get("session_thread_id"), join(path, "session_thread_id"), session_id)
-            return Arrival(kind="interrupt", body=b"{}", param=path)
+            named = given.get("session_thread_id")
+            _check_thread(named, join(path, "session_thread_id"), session_id)
+            body = {} if named is None else {"session_thread_id": named}
+            return Arrival(kind="interrupt", body=encode(body), param=path)
         case "user.custom_tool_result":
             return _read_result(value, path, session_id)
         case "user.tool_confirmation":

@@ -71,12 +71,12 @@ def new_environment(request: Any) -> dict[str, Any] | Refused:
 def updated_environment(body: dict[str, Any], request: Any) -> dict[str, Any] | Refused:
     """The body after an update; equal to the one before when nothing changes.
 
-    Left out keeps. Metadata is merged: null or an empty string deletes a key (MA-A6.3).
+    Left out keeps, and so does null where the field can't be empty. Metadata is merged: null or an empty string deletes a key (MA-A6.3).
     """
     try:
         given = read_object(request, "", known=FIELDS)
         changed = dict(body)
-        if "name" in given:
+        if given.get("name") is not None:
             changed["name"] = _read_name(given["name"])
         if "description" in given:
             changed["description"] = _read_description(given["description"])

@@ -136,8 +136,8 @@ def _system(event: Event) -> tuple[str, Fields]:
 
 
 def _interrupt(event: Event) -> tuple[str, Fields]:
-    del event
-    return "user.interrupt", {}
+    named: Fields = msgspec.json.decode(event.body or b"{}")
+    return "user.interrupt", named
 
 
 def _confirmation(event: Event) -> tuple[str, Fields]:
@@ -298,6 +298,9 @@ def _error(seen: SeenEvent, sighting: Sighting) -> Expansion:
 def _updated(seen: SeenEvent, sighting: Sighting) -> Expansion:
     del sighting
     changed: Fields = msgspec.json.decode(_body(seen))
+    if changed.get("metadata") == {}:
+        # As the SDK describes it: the bag is shown unless it was cleared.
+        del changed["metadata"]
     if "agent" in changed:
         changed["agent"] = to_wire_agent(changed["agent"])
     return _own(seen.event, "session.updated", **changed)

@@ -18,6 +18,9 @@ from perdure.ports.ledger import SessionView
 
 THREAD_NOT_FOUND: Final = Refused("not_found", "thread_not_found", "Thread not found.")
 
+THREADS_MAX: Final = 1_000
+"""MA-F9: of one page, and without a `limit`."""
+
 _KNOWN: Final = ("limit", "page", "statuses", "statuses[]")
 
 
@@ -26,7 +29,7 @@ async def list_threads(services: Services, request: Request) -> Response | Refus
     refused = refuse_unknown(request.query, _KNOWN)
     if refused is not None:
         return refused
-    limit = read_limit(request.query)
+    limit = read_limit(request.query, default=THREADS_MAX, most=THREADS_MAX)
     if isinstance(limit, Refused):
         return limit
     statuses = read_values(request.query, "statuses", STATUSES)
