@@ -212,9 +212,7 @@ class _Parts:
         self.bus: Bus = self.notify or InProcessBus()
         self.ledger = PostgresLedger(url, self.pool, on_commit=self.committed)
         self.catalog = PostgresCatalog(self.pool)
-        self.feeds = Feeds(
-            self.ledger, on_trouble=lambda e: self.log.error("feed_failed", error=f"{type(e).__name__}: {e}")
-        )
+        self.feeds = Feeds(self.ledger, on_trouble=lambda e: self.log.error("feed_failed", **telemetry.blame(e)))
         self.models = models
         self.environment = LocalEnvironment(
             settings.data.resolve() / "workspaces", unsafe_no_sandbox=settings.unsafe_no_sandbox
@@ -285,7 +283,7 @@ class _Parts:
         """Serve HTTP; streams end first on the way down, then requests."""
         authenticator = Authenticator(
             self.catalog,
-            on_trouble=lambda e: self.log.error("auth_failed", error=f"{type(e).__name__}: {e}"),
+            on_trouble=lambda e: self.log.error("auth_failed", **telemetry.blame(e)),
         )
         services = Services(
             ledger=self.ledger,

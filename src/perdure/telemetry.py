@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import sys
+import traceback
 from typing import Any, Final, TextIO, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -15,6 +16,18 @@ invariant_violations: Final = Counter(
 )
 commits: Final = Counter("perdure_commits", "Sessions written, over all batches.", registry=REGISTRY)
 step_seconds: Final = Histogram("perdure_step_seconds", "Duration of the calls of steps.", ["kind"], registry=REGISTRY)
+
+
+FRAMES_MAX: Final = 8
+
+
+def blame(error: BaseException) -> dict[str, Any]:
+    """Log fields for a bug of ours: its kind and where it is, not its message, which may quote what people sent."""
+    frames = traceback.extract_tb(error.__traceback__)[-FRAMES_MAX:]
+    return {
+        "error": type(error).__name__,
+        "at": [f"{frame.filename.rpartition('/perdure/')[2]}:{frame.lineno} {frame.name}" for frame in frames],
+    }
 
 
 class LossyFile:

@@ -86,7 +86,7 @@ class Submissions:
         self._entries_max = entries_max
         self._in_flight_wait_s = in_flight_wait_s
         self._latest: OrderedDict[bytes, Attempt] = OrderedDict()
-        self._last_on: OrderedDict[Connection, Attempt] = OrderedDict()
+        self._last_on: OrderedDict[Connection, tuple[Attempt, UUID]] = OrderedDict()
         self._written: list[Attempt] = []
 
     @property
@@ -179,12 +179,12 @@ class Submissions:
                 latest.previous = previous
             latest = latest.previous
 
-    def written(self, attempt: Attempt, connection: Connection | None) -> None:
-        """The response of a stored request went out in full."""
+    def written(self, attempt: Attempt, connection: Connection | None, key_id: UUID) -> None:
+        """The response of a stored request went out in full, to who has this API key."""
         attempt.written_s = self._now_s()
         self._written.append(attempt)
         if connection is not None:
-            self._last_on[connection] = attempt
+            self._last_on[connection] = attempt, key_id
             self._last_on.move_to_end(connection)
             if len(self._last_on) > self._entries_max:
                 self._last_on.popitem(last=False)
@@ -201,12 +201,14 @@ class Submissions:
             self._written = (written + self._written)[-self._entries_max :]
             raise
 
-    def request_on(self, connection: Connection | None) -> None:
-        """A request came in on a connection: whoever sent it has read the response before it."""
-        if connection is None:
-            return
-        seen = self._last_on.pop(connection, None)
-        if seen is not None:
+    def request_on(self, connection: Connection | None, key_id: UUID) -> None:
+        """A request came in on a connection: whoever sent it has read the response before it.
+
+        Behind a proxy that shares its connections that may be somebody else: only the same API key counts.
+        """
+        seen, owner = (None, None) if connection is None else self._last_on.get(connection, (None, None))
+        if connection is not None and seen is not None and owner == key_id:
+            del self._last_on[connection]
             seen.connection_reused = True
 
     def _forget_old(self, now_s: float) -> None:
@@ -217,7 +219,7 @@ class Submissions:
                 break
             del self._latest[digest]
         while self._last_on:
-            connection, attempt = next(iter(self._last_on.items()))
+            connection, (attempt, _) = next(iter(self._last_on.items()))
             if attempt.begun_s >= oldest_s:
                 break
             del self._last_on[connection]

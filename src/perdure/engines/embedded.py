@@ -361,7 +361,7 @@ class EmbeddedEngine:
             self._log.warning("turn_left", session=ids.token(key[0]))
         except Exception as error:  # noqa: BLE001
             telemetry.invariant_violations.inc()
-            self._log.error("runner_failed", session=ids.token(key[0]), error=f"{type(error).__name__}: {error}")
+            self._log.error("runner_failed", session=ids.token(key[0]), **telemetry.blame(error))
             self._kick_in(*key, delay_ms=int(CRASH_PAUSE_S * 1000))
         finally:
             del self._runners[key]
@@ -399,7 +399,7 @@ class EmbeddedEngine:
             return outcome
         except (AssertionError, InvariantViolation, KeyError, ValueError, TypeError, AttributeError) as error:
             telemetry.invariant_violations.inc()
-            self._log.error("step_failed", step=str(step.id), error=f"{type(error).__name__}: {error}")
+            self._log.error("step_failed", step=str(step.id), **telemetry.blame(error))
             if step.kind == "model":
                 return ModelErred(
                     step_id=step.id, code="unknown_error", message="An internal error ended the call.", retryable=True

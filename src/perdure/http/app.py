@@ -6,7 +6,6 @@ Plain ASGI without middleware, because each layer would cost every request and h
 import asyncio
 import contextlib
 import os
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final, TypeAlias
 from uuid import UUID
@@ -14,8 +13,9 @@ from uuid import UUID
 import msgspec
 import structlog
 
+from perdure import telemetry
 from perdure.core.auth import Authenticator
-from perdure.core.submissions import Attempt, Connection
+from perdure.core.submissions import Connection
 from perdure.domain import ids
 from perdure.domain.errors import Refused, Unavailable
 from perdure.domain.submission import SubmissionKey
@@ -46,7 +46,6 @@ from perdure.ports.catalog import KeyRecord
 Readiness: TypeAlias = Callable[[], Awaitable[Mapping[str, str]]]
 """Why this process is not ready: a sentence for each part that is not; empty when it is."""
 
-TRACE_FRAMES: Final = 8
 BODY_METHODS: Final = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 
 UNAVAILABLE: Final = Refused("unavailable", "unavailable", "The stream can't be served right now: open it again.")
@@ -139,7 +138,6 @@ class App:
             connection=(client[0], client[1]) if client else None,
             began_s=asyncio.get_running_loop().time(),
         )
-        self._services.submissions.request_on(exchange.connection)
         if exchange.path in ("/healthz", "/readyz", "/metrics"):
             await self._operate(exchange)
             return
@@ -185,6 +183,7 @@ class App:
             if isinstance(key, Refused):
                 await self._refuse(exchange, route_name, key)
                 return
+            self._services.submissions.request_on(exchange.connection, key.id)
             found = self._find(exchange)
             if isinstance(found, Response):
                 await self._answer(exchange, route_name, found)
@@ -279,7 +278,9 @@ class App:
             # After any other failure it may or may not be stored; then it counts as stored and unanswered.
             submissions.leave(attempt, stored=stored)
         self._metrics.admissions.labels(route.template, "accepted" if stored else "refused").inc()
-        await self._conclude(exchange, route, outcome, attempt if stored else None)
+        await self._conclude(exchange, route, outcome)
+        if stored:
+            submissions.written(attempt, exchange.connection, request.key_id)
 
     def _identify(self, request: Request) -> SubmissionKey | Refused:
         return self._services.submissions.identify(
@@ -293,15 +294,11 @@ class App:
 
     # ---------------------------------------------------------------------------------------------------------- answers
 
-    async def _conclude(
-        self, exchange: Exchange, route: Route, outcome: Response | Refused, attempt: Attempt | None = None
-    ) -> None:
+    async def _conclude(self, exchange: Exchange, route: Route, outcome: Response | Refused) -> None:
         if isinstance(outcome, Refused):
             await self._refuse(exchange, route.template, outcome)
-            return
-        await self._answer(exchange, route.template, outcome)
-        if attempt is not None:
-            self._services.submissions.written(attempt, exchange.connection)
+        else:
+            await self._answer(exchange, route.template, outcome)
 
     async def _refuse(self, exchange: Exchange, route_name: str, refused: Refused) -> None:
         await self._answer(exchange, route_name, responses.refusal(exchange.face, refused, exchange.request_id))
@@ -385,14 +382,12 @@ class App:
 
 def log_failure(exchange: Exchange, route_name: str, error: Exception) -> None:
     """Where our own bug is, without a byte of the request: the message of an exception may quote it."""
-    frames = traceback.extract_tb(error.__traceback__)[-TRACE_FRAMES:]
     log.error(
         "request_failed",
         request_id=exchange.request_id,
         method=exchange.method,
         route=route_name,
-        error=type(error).__name__,
-        at=[f"{frame.filename.rpartition('/perdure/')[2]}:{frame.lineno} {frame.name}" for frame in frames],
+        **telemetry.blame(error),
     )
 
 

@@ -130,9 +130,9 @@ async def test_a_written_answer_may_be_missed_for_twenty_seconds(seconds: float,
     room = Room()
     attempt, _ = await room.admit()
     room.submissions.leave(attempt, stored=True)
-    room.submissions.written(attempt, HERE)
+    room.submissions.written(attempt, HERE, KEY)
     room.clock.pass_s(seconds)
-    room.submissions.request_on(THERE)
+    room.submissions.request_on(THERE, KEY)
     assert (await room.admit(1))[1] == outcome
 
 
@@ -140,8 +140,11 @@ async def test_a_connection_that_goes_on_has_seen_its_answer() -> None:
     room = Room()
     attempt, _ = await room.admit()
     room.submissions.leave(attempt, stored=True)
-    room.submissions.written(attempt, HERE)
-    room.submissions.request_on(HERE)
+    room.submissions.written(attempt, HERE, KEY)
+    room.submissions.request_on(HERE, OTHER_KEY)
+    room.submissions.request_on(None, KEY)
+    assert not attempt.connection_reused, "a proxy shares its connections"
+    room.submissions.request_on(HERE, KEY)
     assert (await room.admit(1))[1] == "new"
 
 
@@ -149,7 +152,7 @@ async def test_the_same_request_made_anew_is_new_and_ends_the_doubt_about_the_fi
     room = Room()
     attempt, _ = await room.admit()
     room.submissions.leave(attempt, stored=True)
-    room.submissions.written(attempt, HERE)
+    room.submissions.written(attempt, HERE, KEY)
     second, outcome = await room.admit()
     assert outcome == "new"
     room.submissions.leave(second, stored=False)
@@ -160,7 +163,7 @@ async def test_a_request_that_was_not_stored_leaves_the_one_before_as_it_was() -
     room = Room()
     first, _ = await room.admit()
     room.submissions.leave(first, stored=True)
-    room.submissions.written(first, HERE)
+    room.submissions.written(first, HERE, KEY)
     room.clock.pass_s(60)
     second, _ = await room.submissions.enter(room.name())
     third, _ = await room.submissions.enter(room.name())
@@ -177,10 +180,10 @@ async def test_an_answer_that_failed_after_the_commit_leaves_its_retry_a_repeat(
     room = Room()
     first, _ = await room.admit()
     room.submissions.leave(first, stored=True)
-    room.submissions.written(first, HERE)
+    room.submissions.written(first, HERE, KEY)
     room.clock.pass_s(60)
     if reused:
-        room.submissions.request_on(HERE)
+        room.submissions.request_on(HERE, KEY)
     second, outcome = await room.admit()
     room.submissions.leave(second, stored=False)
     assert (outcome, (await room.admit(1))[1]) == ("new", "repeat")
@@ -193,7 +196,7 @@ async def test_a_retry_at_another_process_finds_what_was_admitted_last() -> None
     here, there = room.submissions, room.another_process()
     first, _ = await room.admit()
     here.leave(first, stored=True)
-    here.written(first, HERE)
+    here.written(first, HERE, KEY)
     room.clock.pass_s(60)
     room.submissions = there
     _, outcome = await room.admit()
@@ -201,8 +204,8 @@ async def test_a_retry_at_another_process_finds_what_was_admitted_last() -> None
     retry, again = await room.admit(1)
     assert (outcome, again) == ("new", "repeat")
     here.leave(retry, stored=True)
-    here.written(retry, THERE)
-    here.request_on(THERE)
+    here.written(retry, THERE, KEY)
+    here.request_on(THERE, KEY)
     room.submissions = there
     assert (await room.admit(0))[1] == "new", "an input that is meant is not lost"
 
@@ -218,11 +221,11 @@ async def test_what_the_ledger_could_not_be_told_is_told_again_and_older_by_then
         told.extend(notes)
 
     first, _ = await room.admit()
-    room.submissions.written(first, HERE)
+    room.submissions.written(first, HERE, KEY)
     with pytest.raises(Unavailable):
         await room.submissions.tell(fail)
     room.clock.pass_s(3)
-    room.submissions.request_on(HERE)
+    room.submissions.request_on(HERE, KEY)
     for _ in range(2):
         await room.submissions.tell(hear)
     assert told == [WrittenNote(first.digest, Written(first.request_id, timedelta(seconds=3), True))]
@@ -269,7 +272,7 @@ async def test_memory_is_bounded_by_age_and_number() -> None:
     for n in range(30):
         attempt, _ = await room.submissions.enter(room.name(body=str(n).encode()))
         room.submissions.leave(attempt, stored=True)
-        room.submissions.written(attempt, ("h", n))
+        room.submissions.written(attempt, ("h", n), KEY)
     assert room.submissions.remembered_count == 10
     room.clock.pass_s(REMEMBERED_S + 1)
     await room.submissions.enter(room.name(body=b"last"))
