@@ -52,10 +52,13 @@ REVIVE_S: Final = 1.0
 HOUSEKEEPING_S: Final = 60.0
 REAP_S: Final = 2.0
 WRITTEN_S: Final = 1.0
+"""How long a note that a response was written out may stay in memory only."""
+
+LAST_NOTES_S: Final = 1.0
+"""What a stop gives to the last of them."""
+
 SILENCE_MARGIN_S: Final = 5.0
 """The turn gives a silent provider up first, and knows why; its connection is closed for it."""
-
-"""How long a note that a response was written out may stay in memory only."""
 
 VERSION: Final = version("perdure")
 
@@ -389,10 +392,10 @@ class _Parts:
         await self._supervised("housekeeping", HOUSEKEEPING_S, purge)
 
     async def _note_written(self) -> None:
-        async def note() -> None:
-            await self.submissions.tell(functools.partial(housekeeping.mark_written, self.pool))
+        await self._supervised("written", WRITTEN_S, self._tell_written)
 
-        await self._supervised("written", WRITTEN_S, note)
+    async def _tell_written(self) -> None:
+        await self.submissions.tell(functools.partial(housekeeping.mark_written, self.pool))
 
     async def _reap(self) -> None:
         """Finish deletions, whoever began them: first what is outside, then the rows."""
@@ -443,6 +446,12 @@ class _Parts:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        try:
+            # What the last second answered: the next process knows it from there alone.
+            async with asyncio.timeout(LAST_NOTES_S):
+                await self._tell_written()
+        except Exception as error:  # noqa: BLE001  without them those answers count as lost, and the stop goes on
+            self.log.info("last_notes_lost", error=type(error).__name__)
         await self.feeds.close()
         await self.workers.stop()
         if self.notify is not None:

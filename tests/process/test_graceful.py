@@ -23,6 +23,7 @@ async def test_drain_lets_a_running_tool_finish_and_records_what_it_did(world: W
     assert [s["state"] for s in steps] == ["done"]
     turns = await world.pool.fetch("select state, wait, charge from turn")
     assert [(t["state"], t["wait"], t["charge"]) for t in turns] == [("waiting", "capacity", 0)]
+    assert await world.pool.fetchval("select bool_and(written_at is not null) from submission"), "the last one too"
     workers = await world.pool.fetch("select dead_at from worker")
     assert all(w["dead_at"] is not None for w in workers), "it said that it left"
     assert "runner_failed" not in server.errors()

@@ -214,7 +214,8 @@ def delete(draft: Draft, command: DeleteSession) -> Done | Refused:
     match decide_submission(key, draft.submissions.get(key.digest) if key else None, draft.now):
         case Refused() as misused:
             return misused
-        case Repeat():
+        case Repeat(record):
+            count_retry(draft, key, record)
             return Done()
         case _:
             pass

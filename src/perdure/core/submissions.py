@@ -16,7 +16,7 @@ from uuid import UUID, uuid4
 import msgspec
 
 from perdure.domain.errors import Refused
-from perdure.domain.submission import LOST_FLAG_S, SubmissionKey, Written, WrittenNote
+from perdure.domain.submission import LOST_FLAG_S, WRITTEN_GRACE_S, SubmissionKey, Written, WrittenNote
 
 IDEMPOTENCY_KEY_BYTES_MAX: Final = 256
 IN_FLIGHT_WAIT_S: Final = 30.0
@@ -37,13 +37,17 @@ Connection: TypeAlias = tuple[str, int]
 class Attempt:
     """One request on its way. Made by `enter`; the caller tells it how it went."""
 
-    __slots__ = ("_left", "begun_s", "connection_reused", "digest", "previous", "request_id", "written_s")
+    __slots__ = ("_left", "begun_s", "connection_reused", "digest", "previous", "repeats", "request_id", "written_s")
 
-    def __init__(self, digest: bytes, request_id: UUID, begun_s: float, previous: "Attempt | None") -> None:
+    def __init__(
+        self, digest: bytes, request_id: UUID, begun_s: float, previous: "Attempt | None", *, repeats: bool
+    ) -> None:
         self.digest = digest
         self.request_id = request_id
         self.begun_s = begun_s
         self.previous = previous
+        self.repeats = repeats
+        """Whether it may be the repeat of another one."""
         self.written_s: float | None = None
         """When its response had gone out in full."""
         self.connection_reused = False
@@ -142,10 +146,7 @@ class Submissions:
         now_s = self._now_s()
         self._forget_old(now_s)
         previous = self._latest.get(key.digest)
-        if previous is not None and not repeats:
-            # The client makes the request anew, so it is done with the one before: a later retry is not of that.
-            previous.connection_reused = True
-        attempt = Attempt(key.digest, key.request_id, now_s, previous)
+        attempt = Attempt(key.digest, key.request_id, now_s, previous, repeats=repeats)
         self._latest[key.digest] = attempt
         self._latest.move_to_end(key.digest)
         return attempt, msgspec.structs.replace(key, known=previous.known(now_s) if previous is not None else None)
@@ -159,7 +160,7 @@ class Submissions:
             pass
 
     def leave(self, attempt: Attempt, *, stored: bool) -> None:
-        """The request is decided. Unless it was `stored`, or may have been, the one before it counts again.
+        """The request is decided. Unless it is known to be `stored`, the one before it counts again.
 
         If it was stored after all, the ledger names it, and what is known of the one before is not believed.
         """
@@ -167,6 +168,9 @@ class Submissions:
         attempt.mark_left()
         if stored:
             return
+        if previous is not None and not attempt.repeats:
+            # The client made the request anew, so it was done with the one before: its retry is not of that.
+            self._mark_read(previous)
         latest = self._latest.get(attempt.digest)
         if latest is attempt:
             if previous is None:
@@ -191,7 +195,7 @@ class Submissions:
 
     async def tell(self, write: Callable[[Sequence[WrittenNote]], Awaitable[None]]) -> None:
         """Have the ledger told of the responses written since the last call. What `write` raises passes; then they come again."""
-        written, self._written = self._written, []
+        written, self._written = list(dict.fromkeys(self._written)), []
         if not written:
             return
         now_s = self._now_s()
@@ -209,7 +213,15 @@ class Submissions:
         seen, owner = (None, None) if connection is None else self._last_on.get(connection, (None, None))
         if connection is not None and seen is not None and owner == key_id:
             del self._last_on[connection]
-            seen.connection_reused = True
+            self._mark_read(seen)
+
+    def _mark_read(self, attempt: Attempt) -> None:
+        if attempt.connection_reused:
+            return
+        attempt.connection_reused = True
+        if attempt.written_s is not None and self._now_s() - attempt.written_s <= WRITTEN_GRACE_S:
+            # The ledger may have been told already, and another process may be asked next.
+            self._written.append(attempt)
 
     def _forget_old(self, now_s: float) -> None:
         oldest_s = now_s - REMEMBERED_S

@@ -23,7 +23,9 @@ from perdure.http import admin, responses
 from perdure.http.asgi import (
     ABORT,
     BODY_SILENCE_S,
+    LOSS,
     AsgiStream,
+    PeerLoss,
     Receive,
     Scope,
     Send,
@@ -260,27 +262,47 @@ class App:
         return responses.too_large(exchange.face, exchange.request_id)
 
     async def _run_once(self, exchange: Exchange, route: Route, request: Request) -> None:
-        """A route that recognises repeats: between `enter` and `leave`, equal retries wait."""
+        """A route that recognises repeats: between `enter` and `leave`, equal retries wait.
+
+        A client that goes meanwhile takes its request back, as long as the ledger's writer has not begun with it.
+        """
         submissions = self._services.submissions
         key = self._identify(request)
         if isinstance(key, Refused):
             await self._refuse(exchange, route.template, key)
             return
         attempt, key = await submissions.enter(key)
-        stored = True
+        stored = False
         try:
-            outcome = await route.handler(self._services, msgspec.structs.replace(request, submission=key))
+            named = msgspec.structs.replace(request, submission=key)
+            outcome = await self._while_connected(exchange, lambda: route.handler(self._services, named))
+            if outcome is None:
+                return
             stored = isinstance(outcome, Response)
-        except Unavailable:
-            stored = False
-            raise
         finally:
-            # After any other failure it may or may not be stored; then it counts as stored and unanswered.
             submissions.leave(attempt, stored=stored)
         self._metrics.admissions.labels(route.template, "accepted" if stored else "refused").inc()
         await self._conclude(exchange, route, outcome)
         if stored:
             submissions.written(attempt, exchange.connection, request.key_id)
+
+    async def _while_connected(
+        self, exchange: Exchange, work: Callable[[], Awaitable[Response | Refused]]
+    ) -> Response | Refused | None:
+        """The outcome; or None when the client went first, and the work was cancelled."""
+        loss: PeerLoss = exchange.scope.get(LOSS) or PeerLoss()
+        task = asyncio.current_task()
+        assert task is not None
+        loss.call = task.cancel
+        try:
+            if not loss.happened:
+                return await work()
+        except asyncio.CancelledError:
+            if not loss.happened or task.uncancel():
+                raise
+        finally:
+            loss.call = None
+        return None
 
     def _identify(self, request: Request) -> SubmissionKey | Refused:
         return self._services.submissions.identify(

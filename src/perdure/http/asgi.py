@@ -30,10 +30,29 @@ WRITE_BYTES: Final = 64 * 1024
 ABORT: Final = "perdure.abort"
 """In the scope of a request: ends its connection at once, whatever its peer has not read."""
 
+LOSS: Final = "perdure.loss"
+"""In the scope of a request: a `PeerLoss`."""
+
 QUERY_FIELDS_MAX: Final = 1_000
 """Far above the longest list of a filter; bounds the work before a key is checked."""
 
 BodyFault: TypeAlias = Literal["too_large", "too_slow", "gone"]
+
+
+class PeerLoss:
+    """Whether the peer of a request is gone, and what is to be called when it goes."""
+
+    __slots__ = ("call", "happened")
+
+    def __init__(self) -> None:
+        self.happened = False
+        self.call: Callable[[], object] | None = None
+
+    def happen(self) -> None:
+        """The connection is gone."""
+        self.happened = True
+        if self.call is not None:
+            self.call()
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
@@ -120,6 +139,8 @@ class AsgiStream:
         self._request_id = request_id
         self._write_deadline_s = write_deadline_s
         self._gone = asyncio.Event()
+        self._in_piece = False
+        """A piece was begun and is not whole yet."""
         self.started = False
 
     async def start(self, headers: dict[str, str]) -> None:
@@ -132,12 +153,16 @@ class AsgiStream:
 
     async def write(self, data: bytes) -> None:
         """One piece. Raises ConnectionError when the peer is gone or takes nothing."""
+        self._in_piece = True
         for start in range(0, len(data), WRITE_BYTES):
             part = data[start : start + WRITE_BYTES]
             await self._hand_over({"type": "http.response.body", "body": part, "more_body": True})
+        self._in_piece = False
 
     async def finish(self) -> None:
-        """The end, when the peer is there to see it."""
+        """The end, when the peer is there to see it. One that has half a piece is cut off, so that it takes nothing for whole."""
+        if self._in_piece:
+            self._cut_off()
         if self.started and not self._gone.is_set():
             await self._hand_over({"type": "http.response.body", "body": b""})
 
@@ -148,10 +173,13 @@ class AsgiStream:
             async with asyncio.timeout(self._write_deadline_s):
                 await self._send(message)
         except TimeoutError:
-            self._gone.set()
-            if self._abort is not None:
-                self._abort()
+            self._cut_off()
             raise ConnectionAbortedError(f"the peer took nothing for {self._write_deadline_s:g} s") from None
+
+    def _cut_off(self) -> None:
+        self._gone.set()
+        if self._abort is not None:
+            self._abort()
 
     def lose(self) -> None:
         """The peer is gone."""

@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from perdure.http.app import App
-from perdure.http.asgi import ABORT
+from perdure.http.asgi import ABORT, LOSS, PeerLoss
 
 BACKLOG: Final = 4096
 """Connections that wait for an accept while the process is busy; a burst of agents opens some thousands at once."""
@@ -34,7 +34,9 @@ STOP_MARGIN_S: Final = 2.0
 
 
 class _Protocol(HttpToolsProtocol):
-    """Bounds how long a dead peer is kept, and how much is buffered for a slow one."""
+    """Bounds how long a dead peer is kept, and how much is buffered for a slow one; tells the application when a peer is gone."""
+
+    _loss: PeerLoss | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Set the kernel's own limits on the connection."""
@@ -48,6 +50,14 @@ class _Protocol(HttpToolsProtocol):
         """Let the application cut a connection: closing one whose peer reads nothing would wait for that peer."""
         super().on_message_begin()
         self.scope[ABORT] = self._abort  # type: ignore[typeddict-unknown-key]
+        self._loss = PeerLoss()
+        self.scope[LOSS] = self._loss  # type: ignore[typeddict-unknown-key]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the request that is under way."""
+        super().connection_lost(exc)
+        if self._loss is not None:
+            self._loss.happen()
 
     def _abort(self) -> None:
         """Without lingering, or the kernel would go on offering the peer what it does not read."""

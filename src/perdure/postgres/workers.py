@@ -433,10 +433,12 @@ class Workers:
 
         While we can't renew our own lease, others most likely can't either: then only those whose process is gone count as dead.
         """
-        assert self._lease is not None, "start it first"
-        up_since = self._lease.back_since if self.may_start() else datetime.max.replace(tzinfo=UTC)
-        await find_dead(self._pool, self.identity, up_since=up_since)
+        await find_dead(self._pool, self.identity, up_since=self._up_since)
         return await orphaned_threads(self._pool)
+
+    def _up_since(self) -> datetime | None:
+        assert self._lease is not None, "start it first"
+        return self._lease.back_since if self.may_start() else datetime.max.replace(tzinfo=UTC)
 
     async def _join(self) -> None:
         loop = asyncio.get_running_loop()
@@ -455,10 +457,13 @@ class Workers:
         self._ticking = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
 
-async def find_dead(pool: ReadPool, me: Identity, *, up_since: datetime | None = None) -> list[UUID]:
+async def find_dead(
+    pool: ReadPool, me: Identity, *, up_since: Callable[[], datetime | None] = lambda: None
+) -> list[UUID]:
     """Look at every other worker, and bury those that `domain.lease` counts as dead; their ids. Safe in many processes at once.
 
-    `up_since`: when the database came up for us. It may not tell: to a role without rights, or when a standby took over.
+    `up_since`: when the database came up for us, asked once its answer is there. The database itself may not tell: to a role without
+    rights, or when a standby took over.
     """
     if await pool.fetchval(_ANY_MISSING_SQL):
         await pool.execute(_MISSING_SQL)
@@ -466,10 +471,12 @@ async def find_dead(pool: ReadPool, me: Identity, *, up_since: datetime | None =
         return []
     await pool.execute(_WATCH_LOCKS_SQL, me.id)
     found: list[tuple[Worker, bool]] = []
-    for row in await pool.fetch(_OBSERVE_SQL, me.id):
+    rows = await pool.fetch(_OBSERVE_SQL, me.id)
+    since_us = up_since()
+    for row in rows:
         values = dict(row)
         now, told = values.pop("now"), values.pop("up_since")
-        since = told if up_since is None else max(told, up_since)
+        since = told if since_us is None else max(told, since_us)
         worker = Worker(**values)
         gone = is_process_gone(worker, me)
         if is_dead(worker, Evidence(now=now, database_up_since=since, process_gone=gone)):

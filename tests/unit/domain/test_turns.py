@@ -4,6 +4,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from tests.unit.domain.rows import a_key
 from tests.unit.domain.stage import (
     INTERRUPT,
     OTHER,
@@ -23,6 +24,7 @@ from tests.unit.domain.stage import (
 from perdure.domain.errors import Fenced
 from perdure.domain.event import Event
 from perdure.domain.mailbox import WAITING_COUNT_MAX
+from perdure.domain.submission import Submission
 from perdure.domain.transcript import AMBIGUOUS_TEXT
 from perdure.domain.turn import CHARGE_MAX, CUT_ROUNDS_MAX, PARALLEL_TOOLS_MAX, ROUNDS_MAX
 from perdure.ports.ledger import (
@@ -218,6 +220,17 @@ def test_ending_a_parked_session_accounts_for_its_answers(command: type[ArchiveS
 def told_of_calls(stage: Stage) -> list[str]:
     """What the model reads of the last round's calls."""
     return [str(b["content"][0]["text"]) for b in stage.history()[-1]["content"] if b["type"] == "tool_result"]
+
+
+@pytest.mark.rule("MA-E1.1")
+def test_each_repeat_of_a_deletion_is_counted() -> None:
+    """So what is known of the latest answer decides about the next retry."""
+    stage = Stage()
+    for attempt in (0, 1, 2):
+        key = a_key(attempt=attempt, request_id=UUID(int=100 + attempt))
+        stage.commit(DeleteSession(session_id=SESSION, workspace_id=WORKSPACE, submission=key))
+        (record,) = stage.oracle.all(Submission)
+        assert (record.attempt, record.request_id) == (attempt, UUID(int=100 + attempt))
 
 
 @pytest.mark.rule("MA-C5.1")

@@ -286,6 +286,56 @@ async def test_what_became_of_the_first_response_is_told_to_the_retry() -> None:
     assert known[5] is not None and known[5].connection_reused
 
 
+@pytest.mark.rule("MA-E1.1", "MA-E1.2")
+async def test_a_failure_of_ours_leaves_the_request_to_its_retry() -> None:
+    """Nothing was stored: the retry must not be taken for one of the equal request that was answered before."""
+    seen: list[SubmissionKey] = []
+
+    async def fail_second(services: Services, request: Request) -> Response | Refused:
+        assert request.submission is not None
+        seen.append(request.submission)
+        if len(seen) == 2:
+            raise KeyError("a bug")
+        return Response(200, b"{}")
+
+    async with serve([post("/v1/once", fail_second, submits_once=True)]) as running:
+        for retry, status in ((0, 200), (0, 500), (1, 200)):
+            async with running.http() as http:
+                headers = running.signed(**{"x-stainless-retry-count": str(retry)})
+                assert (await http.post("/v1/once", headers=headers, content=b"{}")).status_code == status
+    known = seen[2].known
+    assert known is not None and known.connection_reused and known.request_id == seen[0].request_id
+
+
+@pytest.mark.rule("MA-E1.3")
+async def test_a_client_that_goes_takes_its_request_back() -> None:
+    """Its retry, here or at another process, need not wait for it, and is the only one that is admitted."""
+    gate, cancelled, seen = Gate(), Signal("the handler was cancelled"), list[int]()
+
+    async def wait(services: Services, request: Request) -> Response | Refused:
+        assert request.submission is not None
+        seen.append(request.submission.attempt)
+        if request.submission.attempt == 0:
+            try:
+                await gate.pass_through()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+        return Response(200, b"{}")
+
+    async with serve([post("/v1/once", wait, submits_once=True)]) as running:
+        async with running.http() as http:
+            first = asyncio.create_task(http.post("/v1/once", headers=running.signed(), content=b"{}"))
+            await gate.reached()
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        await cancelled.wait(5)
+        async with running.http() as http:
+            headers = running.signed(**{"x-stainless-retry-count": "1"})
+            assert (await http.post("/v1/once", headers=headers, content=b"{}")).status_code == 200
+    assert seen == [0, 1]
+
+
 @pytest.mark.rule("MA-E1.4")
 async def test_an_idempotency_key_of_the_wrong_length_is_named() -> None:
     async with serve([post("/v1/once", echo, submits_once=True)]) as running, running.http() as http:

@@ -123,6 +123,27 @@ async def test_a_steady_slow_reader_gets_an_event_of_any_size(monkeypatch: pytes
     assert taken == event and passed_s > 60
 
 
+async def test_an_end_within_an_event_cuts_the_stream_off() -> None:
+    """Half an event that ended in order would be taken for a whole one."""
+    sent, aborted, stuck = list[Any](), list[str](), Signal("the second part waits")
+
+    async def take_one(message: Any) -> None:
+        sent.append(message)
+        if len(sent) == 3:
+            stuck.set()
+            await asyncio.Event().wait()
+
+    stream = AsgiStream(take_one, "req_1", abort=lambda: aborted.append("aborted"))
+    await stream.start({})
+    writing = asyncio.create_task(stream.write(b"x" * (WRITE_BYTES + 1)))
+    await stuck.wait(DEADLINE_S)
+    writing.cancel()
+    await asyncio.gather(writing, return_exceptions=True)
+    await stream.finish()
+    assert (len(sent), aborted) == (3, ["aborted"])
+    await stream.closed()
+
+
 @pytest.mark.rule("MA-B7.12")
 async def test_little_is_buffered_for_a_slow_reader() -> None:
     """Else what it takes would not show for seconds, and it would be given up as one that takes nothing."""

@@ -210,6 +210,37 @@ async def test_a_retry_at_another_process_finds_what_was_admitted_last() -> None
     assert (await room.admit(0))[1] == "new", "an input that is meant is not lost"
 
 
+@pytest.mark.rule("MA-E1.1")
+async def test_equal_requests_side_by_side_do_not_count_each_other_as_read() -> None:
+    """Either may be the one whose answer is lost."""
+    room = Room()
+    second, _ = await room.admit()
+    first, _ = await room.admit()
+    for attempt in (first, second):
+        room.submissions.leave(attempt, stored=True)
+    assert not first.connection_reused and not second.connection_reused
+
+
+@pytest.mark.rule("MA-E1.1")
+@pytest.mark.parametrize(("seconds", "told"), [(5, [False, True]), (21, [False])])
+async def test_the_ledger_is_told_again_when_an_answer_turns_out_to_be_read(seconds: int, told: list[bool]) -> None:
+    """Another process may be asked next. After the grace it makes no difference."""
+    room, notes = Room(), list[WrittenNote]()
+
+    async def hear(heard: Sequence[WrittenNote]) -> None:
+        notes.extend(heard)
+
+    attempt, _ = await room.admit()
+    room.submissions.leave(attempt, stored=True)
+    room.submissions.written(attempt, HERE, KEY)
+    await room.submissions.tell(hear)
+    room.clock.pass_s(seconds)
+    for _ in range(2):
+        room.submissions.request_on(HERE, KEY)
+        await room.submissions.tell(hear)
+    assert [note.written.connection_reused for note in notes] == told
+
+
 async def test_what_the_ledger_could_not_be_told_is_told_again_and_older_by_then() -> None:
     room = Room()
     told: list[WrittenNote] = []
