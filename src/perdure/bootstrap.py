@@ -42,7 +42,7 @@ from perdure.postgres.ledger import PostgresLedger
 from perdure.postgres.notify import NotifyBus
 from perdure.postgres.pool import ReadPool, connect
 from perdure.postgres.workers import Workers
-from perdure.settings import Settings, make_data_directory
+from perdure.settings import Settings, is_header_value, make_data_directory
 
 DEFAULT_WORKSPACE: Final = "default"
 CREDENTIALS: Final = "credentials.json"
@@ -143,7 +143,7 @@ async def _check_migrated(url: str) -> None:
         await connection.close()
     if missing:
         raise migrations.MigrationError(
-            f"the database lacks {', '.join(missing)}: run `perdure migrate`, or start a server"
+            f"the database lacks {', '.join(missing)}: run `perdure migrate` with the same --data or --database-url, or start a server"
         )
 
 
@@ -474,4 +474,4 @@ def _known_key(data: Path) -> str | None:
     except (OSError, ValueError):
         return None
     known = found.get("api_key") if isinstance(found, dict) else None  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
-    return known if isinstance(known, str) else None
+    return known if isinstance(known, str) and is_header_value(known) else None

@@ -99,11 +99,15 @@ def _is_database_url(url: str) -> bool:
     )
 
 
+URL_CHARS_MAX: Final = 2_000
+
+
 def is_web_url(url: str) -> bool:
     """Whether requests can be sent there."""
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_plain = url.isprintable() and " " not in url and len(url) <= URL_CHARS_MAX
+        return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
 

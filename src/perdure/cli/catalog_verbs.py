@@ -107,7 +107,7 @@ def in_catalog(settings: Settings, work: Callable[[Catalog], Awaitable[_T]]) -> 
         async with open_catalog(settings) as catalog:
             return await work(catalog)
 
-    with explained(settings):
+    with explained(settings, refusal="Can't be done"):
         return asyncio.run(run())
 
 

@@ -55,7 +55,7 @@ def read_credentials(data: Path) -> Credentials:
     if not (isinstance(url, str | None) and isinstance(api_key, str | None)):
         return Credentials(damage="url and api_key are not text")
     if not (url is None or is_web_url(url)) or not (api_key is None or is_header_value(api_key)):
-        return Credentials(damage="url or api_key is none")
+        return Credentials(damage="its url is no URL, or its api_key no key")
     database_url = fields.get("database_url")
     return Credentials(
         url=url,

@@ -9,6 +9,7 @@ from perdure.bootstrap import open_catalog
 from perdure.cli.exits import CommandFailed
 from perdure.cli.starting import check_database, check_made
 from perdure.environments.local import LocalEnvironment
+from perdure.postgres.migrate import MigrationError
 from perdure.settings import Settings
 
 
@@ -39,7 +40,9 @@ async def _sandbox(settings: Settings) -> Check:
         name="sandbox",
         ok=not problems,
         detail="; ".join(problems) or "tools run under bubblewrap",
-        advice="Run on Linux with user namespaces, as a normal user." if problems else "",
+        advice="Run on Linux with user namespaces, as a normal user, where the data directory can be written."
+        if problems
+        else "",
     )
 
 
@@ -52,7 +55,8 @@ async def _database(settings: Settings) -> Check:
     except CommandFailed as failed:
         return Check(name="database", ok=False, detail=str(failed))
     except Exception as error:  # noqa: BLE001  whatever it is, it is what doctor is asked for
-        advice = "Check --database-url, or the data directory."
+        says_what_to_do = isinstance(error, MigrationError)
+        advice = "" if says_what_to_do else "Check --database-url, or the data directory."
         return Check(name="database", ok=False, detail=str(error), advice=advice)
     workspaces = "1 workspace" if count == 1 else f"{count} workspaces"
     return Check(name="database", ok=True, detail=f"reachable and migrated, {workspaces}")

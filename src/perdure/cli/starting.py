@@ -77,7 +77,7 @@ def check_made(settings: Settings) -> None:
 
 
 @contextmanager
-def explained(settings: Settings) -> Generator[None]:
+def explained(settings: Settings, *, refusal: str = "Can't start") -> Generator[None]:
     """Turn what may keep a server from starting into a message for the person. A bug of ours keeps its traceback."""
     from perdure.domain.errors import Unavailable
     from perdure.postgres.embedded import EmbeddedPostgresError
@@ -86,11 +86,11 @@ def explained(settings: Settings) -> Generator[None]:
     try:
         yield
     except (EmbeddedPostgresError, MigrationError) as error:
-        raise CommandFailed(f"Can't start: {str(error).rstrip('.')}.", code=REFUSED) from error
+        raise CommandFailed(f"{refusal}: {str(error).rstrip('.')}.", code=REFUSED) from error
     except OSError as error:
-        raise CommandFailed(f"Can't start: {_explain(error, settings)}.", code=REFUSED) from error
+        raise CommandFailed(f"{refusal}: {_explain(error, settings)}.", code=REFUSED) from error
     except Unavailable as error:
-        message = "Can't start: the database went away. `perdure doctor` looks for the reason."
+        message = f"{refusal}: the database went away. `perdure doctor` looks for the reason."
         raise CommandFailed(message, code=REFUSED) from error
 
 

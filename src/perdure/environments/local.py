@@ -109,7 +109,10 @@ class LocalEnvironment:
 
     async def problems(self) -> list[str]:
         """The self-test's findings, from the first time it was asked; see the port."""
-        found = await self._find_sandbox()
+        try:
+            found = await self._find_sandbox()
+        except EnvironmentUnavailable as error:
+            return [str(error)]
         if isinstance(found, Path):
             return []
         if self._unsafe_no_sandbox:
@@ -178,7 +181,7 @@ class LocalEnvironment:
             if ran.end != "done":
                 # The result tells the model, so nobody else has to.
                 slot.shell = None
-                self._markers.remove(call.session)
+                self._markers.remove_own(call.session, shell.marks)
         return _bash_result(ran, timeout_ms, prefix=f"{SHELL_RESTARTED}\n" if is_news else "")
 
     async def _restart(self, slot: _Slot, call: ToolCall) -> None:
@@ -192,11 +195,13 @@ class LocalEnvironment:
     async def _provide_shell(self, slot: _Slot, call: ToolCall) -> tuple[Shell, bool]:
         """The session's shell, fresh if need be; and whether the model must hear that an earlier one is gone."""
         marker = self._markers.read(call.session)
+        is_news = marker is not None
         if slot.shell is not None:
             # A worker beside us may have had the session meanwhile: what it ran, ours has not seen.
             is_latest = marker is not None and marker.processes == slot.shell.marks
             if is_latest and slot.shell.alive and slot.networking == call.networking:
                 return slot.shell, False
+            is_news = is_news or slot.shell.alive
             await settle(slot.shell.kill())
             slot.shell = None
             if not is_latest:
@@ -219,7 +224,7 @@ class LocalEnvironment:
             await settle(shell.kill())
             raise
         slot.shell, slot.networking = shell, call.networking
-        return shell, marker is not None
+        return shell, is_news
 
     async def _make_room(self) -> None:
         """Close the shell that was idle longest when there are too many. Busy ones are never closed."""
@@ -383,21 +388,28 @@ class LocalEnvironment:
             )
 
     async def _find_sandbox(self) -> Path | list[str]:
+        """Once found out it is kept. What keeps us from trying passes, a full disk say: `EnvironmentUnavailable`, also where the
+        operator allows no sandbox, since one may hold."""
         async with self._sandbox_lock:
             if self._sandbox is None:
                 try:
                     self._make_own_folders()
+                    self._sandbox = await find_sandbox(self._root / ".state")
                 except OSError as error:
-                    # Not kept: a full disk or a mode is mended while we run.
-                    return [f"the folder of the workspaces can't be made or closed to other users: {error}"]
-                self._sandbox = await find_sandbox(self._root / ".state")
+                    raise EnvironmentUnavailable(f"tools can't run now: {error}") from error
             return self._sandbox
 
     def _make_own_folders(self) -> None:
         for folder in (self._root, self._root / ".state"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if folder.stat().st_mode & 0o077:
+            status = folder.stat()
+            if status.st_mode & 0o077 and status.st_uid == os.geteuid():
                 folder.chmod(0o700)
+            elif status.st_mode & 0o007 and status.st_uid != os.geteuid():
+                raise PermissionError(
+                    f"{str(folder)!r} lets every user of the host in and belongs to another one: give it to the server's user"
+                    " (chown), or close it to others (chmod o=)"
+                )
 
 
 def _check_session(session: str) -> None:

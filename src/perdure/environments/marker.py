@@ -51,6 +51,12 @@ class MarkerFolder:
             draft.unlink(missing_ok=True)
             raise
 
+    def remove_own(self, session: str, processes: tuple[ProcessMark, ...]) -> None:
+        """The model knows of the end of this shell. The marker of a later one, of another worker, stays."""
+        marker = self.read(session)
+        if marker is not None and marker.processes == processes:
+            self.remove(session)
+
     def remove(self, session: str) -> None:
         """The model knows, or the session is gone. Repeatable."""
         with contextlib.suppress(FileNotFoundError):

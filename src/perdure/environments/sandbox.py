@@ -9,6 +9,7 @@ Two holes that bubblewrap leaves open by itself are closed here. Its own environ
 sandbox's user for the owner of /proc/sys, so /proc is mounted read-only.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -78,16 +79,10 @@ class Spawned:
     output_fd: int
     errors_fd: int
     status_fd: int
+    exit_fd: int
+    """Of the child, as a process: readable once it has ended."""
     info_fd: int | None
     """Where bubblewrap tells the host's pid of the sandbox's init; None without a sandbox."""
-
-    def abandon(self) -> None:
-        """End a child that nobody can look after, and close our ends."""
-        self.process.kill()
-        self.process.wait()
-        for descriptor in (self.commands_fd, self.output_fd, self.errors_fd, self.status_fd, self.info_fd):
-            if descriptor is not None:
-                os.close(descriptor)
 
 
 def find_bwrap() -> Path:
@@ -167,30 +162,25 @@ def build_bootstrap(status_fd: int, *, limit_processes: bool) -> str:
 
 
 def spawn_sandboxed(bwrap: Path, folder: Path, networking: Networking) -> Spawned:
-    """Start a shell in a sandbox around `folder`.
+    """Start a shell in a sandbox around `folder`. Raises OSError; then nothing was started.
 
     bubblewrap dies with the thread that starts it, so this must be the event loop's.
     """
-    files = {path: _pipe_holding(data) for path, data in _small_files().items()}
-    info_read, info_write = os.pipe()
-    # Options travel through a pipe: on the command line they would show the host's paths to everybody, inside as well.
-    options = [*build_options(folder, networking, files=files), "--info-fd", str(info_write)]
-    options_fd = _pipe_holding(b"".join(option.encode() + b"\0" for option in options))
-    inherited = [*files.values(), info_write, options_fd]
-    try:
-        return _spawn(
+    with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+        files = {path: _pipe_holding(data, theirs) for path, data in _small_files().items()}
+        info_read, info_write = _pipe(ours, theirs)
+        # Options travel through a pipe: on the command line they would show the host's paths to everybody, inside as well.
+        options = [*build_options(folder, networking, files=files), "--info-fd", str(info_write)]
+        options_fd = _pipe_holding(b"".join(option.encode() + b"\0" for option in options), theirs)
+        spawned = _spawn(
             [str(bwrap), "--args", str(options_fd), "--", "/bin/bash", "--noprofile", "--norc", "-c"],
-            inherited=inherited,
+            inherited=[*files.values(), info_write, options_fd],
             environment={},
             folder=None,
             info_fd=info_read,
         )
-    except BaseException:
-        os.close(info_read)
-        raise
-    finally:
-        for descriptor in inherited:
-            os.close(descriptor)
+        ours.pop_all()
+        return spawned
 
 
 def spawn_unconfined(folder: Path) -> Spawned:
@@ -208,45 +198,59 @@ def _spawn(
     command: list[str], *, inherited: list[int], environment: dict[str, str], folder: Path | None, info_fd: int | None
 ) -> Spawned:
     """Start `command` with the bootstrap script as its last argument and four pipes of ours."""
-    commands_read, commands_write = os.pipe()
-    output_read, output_write = os.pipe()
-    errors_read, errors_write = os.pipe()
-    status_read, status_write = os.pipe()
-    script = build_bootstrap(status_write, limit_processes=info_fd is not None)
-    try:
-        process = subprocess.Popen(
-            [*command, script],
-            stdin=commands_read,
-            stdout=output_write,
-            stderr=errors_write,
-            pass_fds=[*inherited, status_write],
-            env=environment,
-            cwd=folder,
-            start_new_session=True,
-        )
-    except BaseException:
-        for descriptor in (commands_write, output_read, errors_read, status_read):
-            os.close(descriptor)
-        raise
-    finally:
-        for descriptor in (commands_read, output_write, errors_write, status_write):
-            os.close(descriptor)
-    ours = [commands_write, output_read, errors_read, status_read]
-    for descriptor in ours if info_fd is None else [*ours, info_fd]:
-        os.set_blocking(descriptor, False)
-    return Spawned(process, commands_write, output_read, errors_read, status_read, info_fd)
+    with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+        commands_write, commands_read = _pipe(ours, theirs, ours_writes=True)
+        output_read, output_write = _pipe(ours, theirs)
+        errors_read, errors_write = _pipe(ours, theirs)
+        status_read, status_write = _pipe(ours, theirs)
+        script = build_bootstrap(status_write, limit_processes=info_fd is not None)
+        # Whether processes can be watched, and room for the one that will be: a child that can't be is not started.
+        room = os.pidfd_open(os.getpid())
+        try:
+            process = subprocess.Popen(
+                [*command, script],
+                stdin=commands_read,
+                stdout=output_write,
+                stderr=errors_write,
+                pass_fds=[*inherited, status_write],
+                env=environment,
+                cwd=folder,
+                start_new_session=True,
+            )
+        finally:
+            os.close(room)
+        try:
+            exit_fd = os.pidfd_open(process.pid)
+        except OSError:
+            process.kill()
+            process.wait()
+            raise
+        for descriptor in (commands_write, output_read, errors_read, status_read, info_fd):
+            if descriptor is not None:
+                os.set_blocking(descriptor, False)
+        ours.pop_all()
+        return Spawned(process, commands_write, output_read, errors_read, status_read, exit_fd, info_fd)
+
+
+def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack, *, ours_writes: bool = False) -> tuple[int, int]:
+    """Our end and the child's, each in the stack that closes it. We read unless `ours_writes`."""
+    read_end, write_end = os.pipe()
+    own, other = (write_end, read_end) if ours_writes else (read_end, write_end)
+    ours.callback(os.close, own)
+    theirs.callback(os.close, other)
+    return own, other
 
 
 def _small_files() -> dict[str, bytes]:
     return {"/etc/passwd": _PASSWD, "/etc/group": _GROUP, "/etc/hosts": _HOSTS}
 
 
-def _pipe_holding(data: bytes) -> int:
+def _pipe_holding(data: bytes, theirs: contextlib.ExitStack) -> int:
     """The read end of a pipe that holds `data` and nothing more. Far below the 64 KiB a pipe takes without a reader."""
     assert len(data) < 32 * 1024
-    read_end, write_end = os.pipe()
-    os.write(write_end, data)
-    os.close(write_end)
+    with contextlib.ExitStack() as ours:
+        write_end, read_end = _pipe(ours, theirs, ours_writes=True)
+        os.write(write_end, data)
     return read_end
 
 

@@ -34,7 +34,10 @@ printf %s {written} > /workspace/probe || echo '/workspace can not be written'
 
 
 async def find_sandbox(scratch: Path) -> Path | list[str]:
-    """The bubblewrap to use, tried out in a folder below `scratch`; or the problems, each with what to do."""
+    """The bubblewrap to use, tried out in a folder below `scratch`; or the problems, each with what to do.
+
+    Raises OSError where it can't be tried out now.
+    """
     if sys.platform != "linux":
         return [f"the sandbox needs Linux; this is {sys.platform}"]
     try:
@@ -46,7 +49,7 @@ async def find_sandbox(scratch: Path) -> Path | list[str]:
     try:
         workspace.mkdir(mode=0o700, parents=True)
         found = await _try_out(bwrap, probe, workspace)
-    except (ShellFailed, StillAlive, OSError) as error:
+    except (ShellFailed, StillAlive) as error:
         return [_explain(str(error))]
     finally:
         shutil.rmtree(probe, ignore_errors=True)

@@ -62,12 +62,8 @@ class Shell:
     """A running bash and everything it started. Not for concurrent commands: the owner holds a lock around `run`."""
 
     def __init__(self, spawned: Spawned) -> None:
-        """Take over a started child; `start` does the rest. Raises OSError where the child can't be watched; then it has ended."""
-        try:
-            self._exit_fd = os.pidfd_open(spawned.process.pid)
-        except OSError:
-            spawned.abandon()
-            raise
+        """Take over a started child; `start` does the rest."""
+        self._exit_fd = spawned.exit_fd
         self._loop = asyncio.get_running_loop()
         self._spawned = spawned
         self._marks: list[ProcessMark] = []

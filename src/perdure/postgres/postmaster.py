@@ -427,6 +427,8 @@ def _launch(place: Place, settings: Mapping[str, str], running: FileLock) -> int
     for name, value in {**settings, **fixed}.items():
         command += ["-c", f"{name}={value}"]
     with place.log.open("ab") as log:
+        # It quotes statements that failed.
+        os.fchmod(log.fileno(), 0o600)
         place.give(place.log)
         _, output = place.run(command, output=subprocess.PIPE, errors=log.fileno(), keep=(running.fd,))
     return int(output)

@@ -41,6 +41,7 @@ def test_the_key_of_the_file_goes_to_no_other_server(tmp_path: Path) -> None:
         '{"url": 1, "api_key": null}',
         '{"url": "http://[", "api_key": "pk"}',
         '{"url": null, "api_key": "é"}',
+        '{"url": "http://one\\n", "api_key": "pk"}',
     ],
 )
 def test_a_damaged_file_is_said_to_be_damaged_and_is_no_obstacle(tmp_path: Path, content: str) -> None:

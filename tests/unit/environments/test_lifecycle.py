@@ -1,8 +1,10 @@
 """Sessions over time: cancelling, other processes on the same root, idle shells, removal, hosts without a sandbox."""
 
 import asyncio
+import contextlib
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,7 +17,8 @@ from tests.unit.environments.driving import Driver, children_with, in_sessions_o
 from perdure.environments import local, selftest
 from perdure.environments.local import FOLDER_LOST, SHELL_RESTARTED, LocalEnvironment
 from perdure.environments.processes import ProcessMark, is_alive, mark_process, open_marked
-from perdure.environments.sandbox import SandboxMissing, Spawned, spawn_sandboxed
+from perdure.environments.sandbox import SandboxMissing, Spawned, find_bwrap, spawn_sandboxed
+from perdure.environments.shell import Shell
 from perdure.ports.environment import EnvironmentUnavailable, Networking
 
 
@@ -337,6 +340,65 @@ async def test_shell_that_another_worker_followed_is_not_used_again(
     await beside.environment.close()
 
 
+async def test_late_end_of_an_older_shell_is_not_the_end_of_the_latest(driver: Driver) -> None:
+    """A worker that froze, or lost the database alone, may learn of its shell's end when another one has long gone on."""
+    late = asyncio.create_task(driver.call("bash", command="touch begun; sleep 7777.25"))
+    await until((driver.folder / "begun").exists, "the command runs")
+    beside = Driver(LocalEnvironment(driver.root), driver.root)
+    assert (await beside.bash("where=there; echo $where")).endswith("there")
+    ended = await late
+    assert ended.is_error and "shell ended" in text_of(ended)
+    assert await beside.bash("echo $where") == "there"
+    await beside.environment.close()
+
+
+@pytest.mark.parametrize("unsafe", [False, True])
+async def test_what_passes_is_not_kept_and_opens_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsafe: bool
+) -> None:
+    """A disk that is full while the sandbox is tried says nothing of the sandbox."""
+    driver = Driver(LocalEnvironment(tmp_path, unsafe_no_sandbox=unsafe), tmp_path)
+
+    def fail(*_: object) -> Spawned:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(selftest, "spawn_sandboxed", fail)
+        with pytest.raises(EnvironmentUnavailable, match="No space left"):
+            await driver.bash("true")
+    assert await driver.bash("pwd") == "/workspace"
+    assert await driver.environment.problems() == []
+    await driver.environment.close()
+
+
+async def test_spawn_that_runs_out_of_descriptors_leaks_none(tmp_path: Path) -> None:
+    [soft, hard] = resource.getrlimit(resource.RLIMIT_NOFILE)
+    bwrap = await asyncio.to_thread(find_bwrap)
+    started = 0
+    with contextlib.ExitStack() as fillers:
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        while (filler := os.dup(0)) < highest:
+            # The limit is one of numbers, and the holes below are room as well.
+            fillers.callback(os.close, filler)
+        os.close(filler)
+        before = len(os.listdir("/proc/self/fd"))
+        for room in range(2, 32):
+            spawned: Spawned | None = None
+            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + room, hard))
+            try:
+                with contextlib.suppress(OSError):
+                    spawned = spawn_sandboxed(bwrap, tmp_path, "none")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            if spawned is not None:
+                shell = Shell(spawned)
+                await shell.start()
+                await shell.kill()
+                started += 1
+            assert len(os.listdir("/proc/self/fd")) == before, f"with room for {room}"
+    assert 0 < started < 30, "some had room and some had none"
+
+
 async def test_shell_whose_marker_can_not_be_written_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     await driver.ok("write", file_path="a", content="")
 
@@ -362,7 +424,7 @@ async def test_shell_that_can_not_be_watched_is_ended(driver: Driver, monkeypatc
 
     before, descriptors = children_with("bash"), len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as exhausted:
-        exhausted.setattr("perdure.environments.shell.os.pidfd_open", fail)
+        exhausted.setattr("perdure.environments.sandbox.os.pidfd_open", fail)
         with pytest.raises(EnvironmentUnavailable, match="Too many open files"):
             await driver.bash("true")
         fresh = LocalEnvironment(driver.root.with_name("fresh"))
@@ -375,7 +437,9 @@ async def test_root_that_can_not_be_made_is_a_problem_until_it_can(tmp_path: Pat
     (tmp_path / "workspaces").write_text("in the way")
     environment = LocalEnvironment(tmp_path / "workspaces")
     [problem] = await environment.problems()
-    assert problem.startswith("the folder of the workspaces can't be made")
+    assert problem.startswith("tools can't run now: [Errno 17]")
+    with pytest.raises(EnvironmentUnavailable, match="File exists"):
+        await Driver(environment, tmp_path / "workspaces").bash("true")
     (tmp_path / "workspaces").unlink()
     assert await environment.problems() == []
     await environment.close()
