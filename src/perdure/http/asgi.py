@@ -140,7 +140,7 @@ class AsgiStream:
         self._write_deadline_s = write_deadline_s
         self._gone = asyncio.Event()
         self._in_piece = False
-        """A piece was begun and is not whole yet."""
+        """A part of a piece went out, and not the whole yet."""
         self.started = False
 
     async def start(self, headers: dict[str, str]) -> None:
@@ -153,8 +153,8 @@ class AsgiStream:
 
     async def write(self, data: bytes) -> None:
         """One piece. Raises ConnectionError when the peer is gone or takes nothing."""
-        self._in_piece = True
         for start in range(0, len(data), WRITE_BYTES):
+            self._in_piece = start > 0
             part = data[start : start + WRITE_BYTES]
             await self._hand_over({"type": "http.response.body", "body": part, "more_body": True})
         self._in_piece = False
