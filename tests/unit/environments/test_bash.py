@@ -57,8 +57,10 @@ async def test_the_shells_own_end_is_noticed_and_told_once(driver: Driver, comma
 
 async def test_a_shell_that_dies_between_commands_is_replaced_with_a_notice(driver: Driver) -> None:
     await driver.bash("x=1; (while [ ! -e /workspace/go ]; do sleep 0.01; done; kill -9 $$) & disown")
+    # Once it is dead nothing may be kept of the session.
+    shell = driver.environment._slots["s1"].shell  # pyright: ignore
     await driver.ok("write", file_path="go", content="")
-    await until(lambda: not driver.environment._slots["s1"].shell.alive, "the shell is dead")  # pyright: ignore
+    await until(lambda: not shell.alive, "the shell is dead")
     assert await driver.bash("echo $x.") == f"{SHELL_RESTARTED}\n."
 
 
