@@ -111,6 +111,15 @@ async def database_url(template_url: str) -> AsyncGenerator[str]:
         await admin.execute(f"drop database {name} with (force)")
 
 
+@pytest.fixture
+async def empty_url(postgres_url: str) -> AsyncGenerator[str]:
+    """A database without a schema, dropped afterwards."""
+    async with connected(postgres_url) as admin:
+        await admin.execute("create database empty template template0 strategy file_copy")
+        yield in_database(postgres_url, "empty")
+        await admin.execute("drop database empty with (force)")
+
+
 class DurablePostgres:
     """A PostgreSQL of one test, with fsync, that can be stopped, killed and started again. Its URL stays the same."""
 

@@ -5,22 +5,13 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from tests.conftest import PROCESS_DEADLINE_S, connected, in_database
+from tests.conftest import PROCESS_DEADLINE_S, connected
 
 from perdure.postgres import migrate
 from perdure.postgres.migrate import Connection, MigrationError
 
 FIRST = "create table note (id int primary key, word text); create index note_word on note (word);"
 SECOND = "alter table note add column written_at timestamptz; insert into note values (1, 'two; statements');"
-
-
-@pytest.fixture
-async def empty_url(postgres_url: str) -> AsyncGenerator[str]:
-    """An empty database."""
-    async with connected(postgres_url) as admin:
-        await admin.execute("create database empty template template0 strategy file_copy")
-        yield in_database(postgres_url, "empty")
-        await admin.execute("drop database empty with (force)")
 
 
 @pytest.fixture

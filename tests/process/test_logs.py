@@ -4,7 +4,7 @@ from tests.process.world import World, plan
 
 from perdure import telemetry
 from perdure.testing.model_server import Failure, RecordedRequest, Reply
-from perdure.testing.processes import Answer
+from perdure.testing.processes import Answer, until
 
 MARKER = "Xylophon7"
 
@@ -39,6 +39,11 @@ async def test_nothing_of_a_conversation_is_logged_at_any_level(world: World) ->
 
     world.provider.server.respond_with(refuse)
     await world.send(session, plan("talk", MARKER))
+
+    async def is_refused() -> bool:
+        return (await call("GET", f"/v1/sessions/{session}")).ok()["status"] == "terminated"
+
+    await until(is_refused, 20)
     assert await server.terminate() == 0
     said = server.errors()
     assert "draining" in said, "it said something"

@@ -17,7 +17,7 @@ from perdure.cli.client import Client
 from perdure.cli.credentials import Target, read_credentials
 from perdure.cli.exits import FAILED, OK, CommandFailed, Left
 from perdure.cli.screen import TextScreen, Trail
-from perdure.cli.starting import check_address, explained, hang_up, is_taken
+from perdure.cli.starting import check_address, explained, hang_up_signals, is_taken
 from perdure.settings import Settings
 
 
@@ -105,7 +105,7 @@ def _on_termination() -> Generator[None]:
         del number, frame
         raise Left
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, *hang_up())}
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, *hang_up_signals())}
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from perdure.bootstrap import Server, open_server
 from perdure.cli.announcing import announced, find_neighbour, still_there
 from perdure.cli.credentials import FILE_NAME, data_option, read_credentials
 from perdure.cli.exits import FAILED, OK
-from perdure.cli.starting import check_address, check_database, describe_database, explained, hang_up
+from perdure.cli.starting import check_address, check_database, describe_database, explained, hang_up_signals
 from perdure.environments.local import LocalEnvironment
 from perdure.settings import Settings, make_data_directory
 
@@ -58,7 +58,7 @@ class _Process:
         """Start, wait for the end, drain."""
         self._task = asyncio.current_task()
         loop = asyncio.get_running_loop()
-        for number in (*SIGNALS, *hang_up()):
+        for number in (*SIGNALS, *hang_up_signals()):
             loop.add_signal_handler(number, self._on_signal, signal.Signals(number).name)
         try:
             return await self._serve()

@@ -106,7 +106,7 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def hang_up() -> tuple[signal.Signals, ...]:
+def hang_up_signals() -> tuple[signal.Signals, ...]:
     """SIGHUP, which a closed terminal sends; nothing under nohup, where that is to be ignored."""
     return () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
 

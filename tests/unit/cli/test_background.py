@@ -9,7 +9,7 @@ import pytest
 
 from perdure.cli import background
 from perdure.cli.background import BackgroundServer
-from perdure.cli.starting import hang_up
+from perdure.cli.starting import hang_up_signals
 from perdure.settings import Settings
 
 
@@ -49,8 +49,8 @@ def test_ctrl_c_before_the_loop_runs_ends_the_start(tmp_path: Path, monkeypatch:
 def test_a_closed_terminal_is_ignored_under_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        assert hang_up() == (signal.SIGHUP,)
+        assert hang_up_signals() == (signal.SIGHUP,)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert hang_up() == ()
+        assert hang_up_signals() == ()
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -4,11 +4,9 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
-from tests.conftest import connected, in_database
+from tests.conftest import connected
 
 DEADLINE_S = 60
 
@@ -33,27 +31,18 @@ def test_a_workspace_gets_a_key_that_can_be_revoked(database_url: str) -> None:
     assert "api_key" not in row
 
 
-@pytest.fixture
-async def bare_url(postgres_url: str) -> AsyncIterator[str]:
-    """A database without a schema."""
-    async with connected(postgres_url) as admin:
-        await admin.execute("create database bare template template0")
-        yield in_database(postgres_url, "bare")
-        await admin.execute("drop database bare with (force)")
-
-
-async def test_looking_changes_no_database(bare_url: str) -> None:
+async def test_looking_changes_no_database(empty_url: str) -> None:
     """One of an older version is left to its servers until somebody says `migrate`."""
     for verb in (("keys", "list"), ("workspaces", "list"), ("workspaces", "create", "acme")):
-        told = await asyncio.to_thread(perdure, bare_url, *verb, code=2)
+        told = await asyncio.to_thread(perdure, empty_url, *verb, code=2)
         assert "lacks 0001_ledger" in told["error"] and "`perdure migrate`" in told["error"]
-    checks = await asyncio.to_thread(perdure, bare_url, "doctor", code=1)
+    checks = await asyncio.to_thread(perdure, empty_url, "doctor", code=1)
     assert "lacks 0001_ledger" in str(checks)
-    async with connected(bare_url) as connection:
+    async with connected(empty_url) as connection:
         assert await connection.fetchval("select count(*) from pg_tables where schemaname = 'public'") == 0
-    applied = await asyncio.to_thread(perdure, bare_url, "migrate")
+    applied = await asyncio.to_thread(perdure, empty_url, "migrate")
     assert applied["applied"][0] == "0001_ledger"
-    assert (await asyncio.to_thread(perdure, bare_url, "workspaces", "list"))["data"] == []
+    assert (await asyncio.to_thread(perdure, empty_url, "workspaces", "list"))["data"] == []
 
 
 def test_what_is_not_there_is_named(database_url: str) -> None:
